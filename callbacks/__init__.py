@@ -1,0 +1,14 @@
+"""Lightning callbacks that watch the geometry of weights and gradients while a model trains.
+
+They work in any Lightning project: give them to a ``Trainer``, with ``weights`` as regular expressions of parameter
+names, and they log to whatever logger the trainer has. On the ``geocont`` command line each has a switch named after
+its class, ``--callbacks.weight_continuity.every_n_steps=50``.
+"""
+
+from callbacks.gradient_coherence import GradientCoherence
+from callbacks.last_checkpoint import LastCheckpoint
+from callbacks.progress_bar import ProgressBar
+from callbacks.step_monitor import StepMonitor
+from callbacks.weight_continuity import WeightContinuity
+
+__all__ = ["GradientCoherence", "LastCheckpoint", "ProgressBar", "StepMonitor", "WeightContinuity"]

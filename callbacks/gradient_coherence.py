@@ -1,0 +1,105 @@
+"""GradientCoherence: whether layers are pushed the same way, in one step and over the whole training so far."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from callbacks.continuity_rows import ContinuityRows
+from callbacks.measuring import MeasuringCallback, Patterns
+from geocont.measures.continuity import leading_alignment, relative_norm
+
+FAMILIES = ("gradient", "cumulative", "update", "weight")
+
+
+class GradientCoherence(MeasuringCallback):
+    """Logs the continuity through depth of gradients, of their sum so far and of W - W0.
+
+    Keys are ``{gradient,cumulative,update}/{measure}/{projection}``, with ``update/relative_norm/{projection}``
+    (||W - W0|| / ||W0||) and, at full firings, ``weight/cumulative_alignment/{projection}`` (abs <v1(W), v1(C)> of the
+    weights and the cumulative gradient C).
+
+    The gradient is that of the optimizer step: averaged over accumulated batches and ranks, unscaled, before clipping.
+    Gradients are summed at every step, in float32 (in float64 for float64 parameters); with the initial weights that
+    takes twice the memory of the matrices looked at.
+
+    Args:
+        every_n_steps: Measure every so many optimizer steps.
+        log_spaced: Measure at steps 1, 2, 4, 8 ... below ``every_n_steps`` too, for early dynamics.
+        full_every_n_firings: Compute the full table at every so manieth regular firing (and at log-spaced ones).
+        weights: Projection -> regular expression of parameter names, the first group being the depth, e.g.
+            ``{q: 'layers\\.(\\d+)\\.attn\\.q_proj\\.weight'}``. By default the module's own ``weight_map()``.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        log_spaced: bool = True,
+        full_every_n_firings: int = 10,
+        weights: Patterns | None = None,
+    ) -> None:
+        super().__init__(every_n_steps, log_spaced, full_every_n_firings, weights)
+        self._rows = {family: ContinuityRows(family) for family in FAMILIES}
+        self._initial: dict[str, Tensor] = {}  # parameter -> W0
+        self._cumulative: dict[str, Tensor] = {}  # parameter -> sum of its gradients
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps W0, unless a checkpoint brought it."""
+        super().on_train_start(trainer, pl_module)
+        for name, parameter in self.parameters.items():
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            for kept in (self._initial, self._cumulative):
+                if name in kept:
+                    kept[name] = kept[name].to(parameter.device)
+            if name not in self._initial:
+                self._initial[name] = parameter.detach().to(dtype, copy=True)
+                self._cumulative[name] = torch.zeros_like(self._initial[name])
+
+    def every_step(self) -> None:
+        """Adds this step's gradients to the cumulative ones."""
+        names = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
+        gradients = [self.parameters[name].grad for name in names]
+        if names:
+            torch._foreach_add_([self._cumulative[name] for name in names], gradients)
+
+    def measure(self, trainer: Trainer, full: bool, final: bool) -> None:
+        """Measures the gradient at W_s, the sum of gradients up to it, and W_s - W0."""
+        started = time.perf_counter()
+        for rows in self._rows.values():
+            rows.begin()
+        for projection in self.map.projections:
+            if not final and all(p.grad is not None for p in self._parameters_of(projection)):
+                gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
+                self._rows["gradient"].measure(projection, self.map.gather(projection, gradients), full)
+            if trainer.global_step == 0 and not final:
+                continue  # W0 - W0 has no direction, and the sum of one gradient is that gradient
+            weights = self.map.gather(projection, self.parameters)
+            initial = self.map.gather(projection, self._initial)
+            cumulative = self.map.gather(projection, self._cumulative)
+            updates = [w - w0 for w, w0 in zip(weights, initial, strict=True)]
+            norms = [relative_norm(update, w0) for update, w0 in zip(updates, initial, strict=True)]
+            self._rows["cumulative"].measure(projection, cumulative, full, keep_start=not final)
+            self._rows["update"].measure(projection, updates, full, keep_start=not final)
+            self._rows["update"].add(projection, {"relative_norm": torch.stack(norms)})
+            if full:
+                values = [leading_alignment(w, c) for w, c in zip(weights, cumulative, strict=True)]
+                self._rows["weight"].add(projection, {"cumulative_alignment": torch.stack(values)})
+        self.record(trainer, list(self._rows.values()), started, headline=("coherence", self._rows["gradient"]))
+
+    def _parameters_of(self, projection: str) -> list[torch.nn.Parameter]:
+        return [self.parameters[matrix.parameter] for matrix in self.map.projections[projection]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns W0, the cumulative gradients and the warm starts: tensors only."""
+        starts = {family: rows.state_dict() for family, rows in self._rows.items()}
+        return {"initial": self._initial, "cumulative": self._cumulative, "starts": starts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of a checkpoint."""
+        self._initial, self._cumulative = dict(state_dict["initial"]), dict(state_dict["cumulative"])
+        for family, starts in state_dict["starts"].items():
+            self._rows[family].load_state_dict(starts)

@@ -1,0 +1,198 @@
+"""What all measuring callbacks share: when they fire, which matrices they look at, and that they never harm a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
+
+from callbacks.cadence import Cadence
+from callbacks.collector import Collector
+from callbacks.continuity_rows import ContinuityRows
+from geocont.errors import UserError
+from geocont.weights import WeightMap, WeightPattern, canonical_name
+
+Patterns = dict[str, str | WeightPattern]
+
+
+class RowCallback(Callback):
+    """Base of the callbacks that add values to the collector's row at the firings of a cadence.
+
+    A subclass implements :meth:`fire`, called under ``no_grad`` with the state before the update of a step: weights W_s
+    and the gradients at W_s (reduced over ranks, unscaled, not clipped), once for each optimizer step that fires.
+
+    Args:
+        cadence: When to fire.
+    """
+
+    def __init__(self, cadence: Cadence) -> None:
+        super().__init__()
+        self.cadence = cadence
+        self._last_step = -1  # never twice for one step
+        self._warned: set[str] = set()
+
+    def fire(self, trainer: Trainer, optimizer: Optimizer, full: bool) -> None:
+        """Measures the current state and hands the values to the collector; ``full`` asks for the full table."""
+        raise NotImplementedError
+
+    def every_step(self) -> None:
+        """Does what must be done at every optimizer step, fired or not (accumulating gradients)."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Joins the trainer's collector."""
+        Collector.of(trainer).join(self)
+        self._last_step = -1
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Has Lightning write a row for this step if anything fires."""
+        Collector.of(trainer).open_step(trainer)
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Fires before update s + 1, where the gradient at W_s is complete."""
+        step = trainer.global_step
+        if step == self._last_step:
+            return  # an optimizer that evaluates its closure again
+        self._last_step = step
+        self.guarded(trainer, self.every_step)
+        if self.cadence.fires(step):
+            self.guarded(trainer, lambda: self.fire(trainer, optimizer, self.cadence.is_full(step)))
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Hands the row to the loggers before Lightning completes it with the losses of this step."""
+        self.guarded(trainer, lambda: Collector.of(trainer).flush(trainer))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Writes what was measured before a run broke off."""
+        self.guarded(trainer, lambda: Collector.of(trainer).close(trainer))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Writes what is left and gives the trainer its logging cadence back."""
+        if stage == "fit":
+            self.guarded(trainer, lambda: Collector.of(trainer).close(trainer))
+
+    def guarded(self, trainer: Trainer, work: Callable[[], None]) -> None:
+        """Runs a measurement; whatever goes wrong in it is said once and does not end the training."""
+        try:
+            work()
+        except Exception as error:  # a failed measurement never kills a run
+            reason = f"{type(error).__name__}: {error}"
+            if reason not in self._warned:
+                self._warned.add(reason)
+                rank_zero_warn(f"{type(self).__name__} could not measure step {trainer.global_step}: {reason}")
+
+
+class MeasuringCallback(RowCallback):
+    """Base of the callbacks that measure matrices, found through a :class:`~geocont.weights.WeightMap`.
+
+    A subclass implements :meth:`measure`.
+
+    Args:
+        every_n_steps: Measure every so many optimizer steps.
+        log_spaced: Measure at steps 1, 2, 4, 8 ... below ``every_n_steps`` too, for early dynamics.
+        full_every_n_firings: Compute the full table at every so manieth regular firing (and at log-spaced ones).
+        weights: Projection -> regular expression of parameter names (or a :class:`~geocont.weights.WeightPattern`).
+            By default the module's own ``weight_map()``.
+    """
+
+    def __init__(
+        self, every_n_steps: int, log_spaced: bool, full_every_n_firings: int, weights: Patterns | None
+    ) -> None:
+        super().__init__(Cadence(every_n_steps, log_spaced, full_every_n_firings))
+        self.weights = weights
+        self.parameters: dict[str, torch.nn.Parameter] = {}  # name -> parameter that holds a mapped matrix
+        self._map: WeightMap | None = None
+
+    def measure(self, trainer: Trainer, full: bool, final: bool) -> None:
+        """Measures the current state of ``self.parameters`` and hands the values to :meth:`record`.
+
+        Args:
+            trainer: The running trainer.
+            full: Whether this firing computes the full table.
+            final: True after the last update, when there is no gradient.
+        """
+        raise NotImplementedError
+
+    @property
+    def state_key(self) -> str:
+        """Distinguishes instances with different settings, so that each gets its own state back."""
+        patterns = None if self.weights is None else {name: str(pattern) for name, pattern in self.weights.items()}
+        return self._generate_state_key(cadence=str(self.cadence), weights=patterns)
+
+    @property
+    def map(self) -> WeightMap:
+        """The matrices that this callback looks at; found in ``setup``."""
+        assert self._map is not None, "the callback was used before Lightning called its setup()"
+        return self._map
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Finds the matrices, so that a pattern which does not fit is reported before training starts."""
+        if stage == "fit":
+            self._map = find_weights(pl_module, self.weights, type(self).__name__)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Joins the trainer's collector and looks the parameters up, once."""
+        super().on_train_start(trainer, pl_module)
+        wanted = set(self.map.parameters)
+        named = ((canonical_name(name), parameter) for name, parameter in pl_module.named_parameters())
+        self.parameters = {name: parameter for name, parameter in named if name in wanted}
+
+    def fire(self, trainer: Trainer, optimizer: Optimizer, full: bool) -> None:
+        """Measures W_s and its gradient."""
+        self.measure(trainer, full, final=False)
+
+    @torch.no_grad()
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measures the final weights, in a row of their own."""
+        self.guarded(trainer, lambda: self.measure(trainer, full=True, final=True))
+
+    def record(
+        self,
+        trainer: Trainer,
+        families: Sequence[ContinuityRows],
+        started: float,
+        headline: tuple[str, ContinuityRows],
+    ) -> None:
+        """Hands measured values to the collector, with what had no value and what the measuring cost.
+
+        Args:
+            trainer: The running trainer.
+            families: The values of this firing.
+            started: ``time.perf_counter()`` at the start of the firing.
+            headline: Name in the progress bar, and the family whose headline it shows.
+        """
+        name, value = headline[0], headline[1].headline(self.map)
+        Collector.of(trainer).add(
+            trainer,
+            {key: value for family in families for key, value in family.metrics.items()},
+            headline={} if value is None else {name: value},
+            arrays={key: value for family in families for key, value in family.arrays.items()},
+            skipped=sum(family.skipped for family in families),
+            milliseconds=1e3 * (time.perf_counter() - started),
+        )
+
+
+def find_weights(pl_module: LightningModule, patterns: Patterns | None, who: str) -> WeightMap:
+    """Returns the map of the module's matrices, from patterns if given, otherwise from its own ``weight_map()``.
+
+    Raises:
+        UserError: There are no patterns and the module has no ``weight_map``, or a pattern does not fit the module.
+    """
+    if patterns is None:
+        own = getattr(pl_module, "weight_map", None)
+        if callable(own):
+            return own()
+        raise UserError(
+            f"{who}: {type(pl_module).__name__} has no weight_map(); give the matrices as"
+            r" `weights: {q: 'layers\.(\d+)\.attn\.q_proj\.weight', ...}`, projection: pattern of parameter names"
+        )
+    shapes = {name: parameter.shape for name, parameter in pl_module.named_parameters()}
+    found = WeightMap.from_patterns(patterns, shapes)
+    if found.unmatched:
+        rank_zero_info(f"{who} leaves out the matrices {', '.join(found.unmatched)}")
+    return found

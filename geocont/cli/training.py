@@ -1,0 +1,266 @@
+"""``geocont fit | validate | test | predict``: a LightningCLI with switches for callbacks and one directory per run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import callbacks
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from geocont.cli.options import nearest
+from geocont.cli.summary import print_summary
+from geocont.conf import conf_folder, find_config
+from geocont.errors import UserError
+from geocont.runs.checkpoint_io import AtomicCheckpointIO
+from geocont.runs.directory import CHECKPOINTS, CONFIG_FILE, RunDirectory, RunOptions, describe_environment, newest_run
+from geocont.runs.store import RunStore
+from geocont.runs.wandb import WandbRunLogger
+
+RUN_DIR_VARIABLE = "GEOCONT_RUN_DIR"  # tells the processes that Lightning launches for other devices where the run lives
+SIGTERM_STATUS = 143
+
+
+def run(command: str, arguments: Sequence[str]) -> int:
+    """Runs a training command; returns 0, or 143 after SIGTERM."""
+    _check_callbacks_package()
+    sys.argv = ["geocont", command, *_with_found_configs(arguments)]
+    defaults = {"default_config_files": [str(conf_folder() / "base.yaml")]}
+    try:
+        GeoContCLI(
+            parser_class=GeoContParser,
+            parser_kwargs={name: dict(defaults) for name in GeoContCLI.subcommands()},
+            save_config_callback=None,
+            auto_configure_optimizers=False,
+            seed_everything_default=0,
+        )
+    except SIGTERMException:
+        return SIGTERM_STATUS
+    return 0
+
+
+class GeoContParser(LightningArgumentParser):
+    """LightningArgumentParser whose errors are one line that names the key and the nearest valid one."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raises the message as a :class:`UserError`."""
+        text = _essence(message)
+        unknown = re.search(r"(?:Key|key|[Oo]ption|arguments?:?) ['\"]?-{0,2}([\w.]+)['\"]?", text)
+        hint = nearest(unknown[1], self._valid_words(unknown[1])) if unknown else ""
+        raise UserError(text + hint) from ex
+
+    def _valid_words(self, unknown: str) -> Iterable[str]:
+        keys = [action.dest for action in self._actions]
+        keys += [f"callbacks.{name}" for name in callback_switches()]
+        return keys if "." in unknown else {part for key in keys for part in (key, key.rsplit(".", 1)[-1])}
+
+
+def callback_switches() -> dict[str, type[Callback]]:
+    """Returns switch -> class for every callback that geocont ships: ``weight_continuity`` -> ``WeightContinuity``."""
+    return {re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower(): getattr(callbacks, name) for name in callbacks.__all__}
+
+
+class GeoContCLI(LightningCLI):
+    """LightningCLI with a switch for each callback, a directory for each run, and resumption."""
+
+    run_directory: RunDirectory | None = None
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds the switches ``callbacks.*`` and ``logger.wandb``, the options ``run.*`` and ``--resume``."""
+        for switch, callback in callback_switches().items():
+            parser.add_lightning_class_args(callback, f"callbacks.{switch}", subclass_mode=True, required=False)
+        parser.add_subclass_arguments(WandbRunLogger, "logger.wandb", required=False)
+        parser.add_class_arguments(RunOptions, "run")
+        parser.add_argument(
+            "--resume",
+            type=str | None,
+            default=None,
+            help="Continue a run in its own directory with its own configuration: a run's directory, or `last` for the"
+            " newest run of the experiment. Other options given beside it override that configuration.",
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses the options; for a run that is resumed, on top of that run's own configuration."""
+        super().parse_arguments(parser, args)
+        options = self.config[self.config.subcommand]
+        if options.get("ckpt_path") in ("last", "best", "hpc"):
+            raise UserError(f"ckpt_path: give a file, not {options.ckpt_path!r}; `fit --resume last` continues a run")
+        if options.resume is None:
+            return
+        if self.config.subcommand != "fit":
+            raise UserError("--resume continues training; give the checkpoint of a run with --ckpt_path")
+        path = newest_run(_run_options(options)) if options.resume == "last" else Path(options.resume)
+        self.run_directory = RunDirectory.reopen(path)
+        if not self.run_directory.last_checkpoint.exists():
+            raise UserError(f"--resume: nothing to resume in {path}: it has no checkpoint; start without --resume")
+        overrides = _without(sys.argv[2:], ("--config", "-c", "--resume"))
+        sys.argv = ["geocont", "fit", "--config", str(path / CONFIG_FILE), *overrides]
+        super().parse_arguments(parser, args)
+        self.config.fit.run.dir = str(path)
+        self.config.fit.ckpt_path = str(self.run_directory.last_checkpoint)
+
+    def before_instantiate_classes(self) -> None:
+        """Opens the run's directory before anything is built, so that whatever goes wrong leaves its traces there."""
+        if self.config.subcommand != "fit":
+            return
+        config = self.config.fit
+        resumed = self.run_directory is not None
+        self.is_main_process = RUN_DIR_VARIABLE not in os.environ
+        if not self.is_main_process:
+            self.run_directory = RunDirectory(Path(os.environ[RUN_DIR_VARIABLE]), run_id="")
+        elif self.run_directory is None:
+            self.run_directory = RunDirectory.create(_run_options(config))
+        directory = self.run_directory
+        if self.is_main_process:
+            os.environ[RUN_DIR_VARIABLE] = str(directory.path)
+            parser = self._parser("fit")
+            parser.save(config, directory.path / CONFIG_FILE, skip_none=False, overwrite=True, multifile=False)
+            environment = describe_environment()
+            if resumed:
+                environment = {"resumed": environment}
+            directory.update_manifest(
+                **environment, status="running", experiment=config.run.experiment, seed=config.seed_everything
+            )
+        if config.trainer.default_root_dir is None:
+            config.trainer.default_root_dir = str(directory.path)
+        if config.logger.wandb is not None:
+            options = config.logger.wandb.init_args
+            options.run_dir, options.run_id = str(directory.path), directory.run_id
+            options.name = options.name or config.run.name or directory.path.name
+            options.group = options.group or config.run.experiment
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        # Overrides a private method: the only place where LightningCLI lets go of switches that are off (None). A test
+        # holds it.
+        config = dict(config)
+        if self.run_directory is not None:
+            self._add_loggers(config)
+            config["plugins"] = [*_as_list(config.get("plugins")), AtomicCheckpointIO()]
+        elif config.get("logger") is None:
+            config["logger"] = False
+        trainer = super()._instantiate_trainer(config, [callback for callback in callbacks if callback is not None])
+        for callback in trainer.callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None and self.run_directory is not None:
+                callback.dirpath = str((self.run_directory.path / CHECKPOINTS).absolute())
+        return trainer
+
+    def _add_loggers(self, config: dict[str, Any]) -> None:
+        """Puts the run's local store and W&B before the user's own loggers."""
+        assert self.run_directory is not None
+        wandb_logger = self._get(self.config_init, "logger").wandb
+        ours = [RunStore(self.run_directory.path, _resumed_step(self.config.fit.ckpt_path))]
+        users = [] if config.get("logger") in (None, True, False) else _as_list(config["logger"])
+        config["logger"] = [*ours, *([] if wandb_logger is None else [wandb_logger]), *users]
+        self.wandb_logger = wandb_logger
+
+    def fit(self, model: LightningModule, **kwargs: Any) -> None:
+        """Trains, and leaves in the manifest how that ended."""
+        directory = self.run_directory
+        assert directory is not None
+        fingerprint = getattr(self.datamodule, "fingerprint", None)
+        outcome: dict[str, Any] = {"status": "failed"}
+        try:
+            if self.is_main_process:
+                data = {"class": _class_path(self.datamodule), "fingerprint": fingerprint() if fingerprint else None}
+                directory.update_manifest(data=data)
+                self._describe_to_wandb()
+            self.trainer.fit(model, **kwargs)
+            outcome = {"status": "finished" if self.trainer.state.finished else "interrupted"}
+        except (SIGTERMException, KeyboardInterrupt, SystemExit):
+            outcome = {"status": "interrupted"}
+            raise
+        except BaseException as error:
+            outcome["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
+            raise
+        finally:
+            if self.is_main_process:
+                os.environ.pop(RUN_DIR_VARIABLE, None)
+                directory.update_manifest(**outcome, step=self.trainer.global_step, epoch=self.trainer.current_epoch)
+                if self.wandb_logger is not None:
+                    self.wandb_logger.finish(0 if outcome["status"] == "finished" else 1)
+                directory.release()
+        if self.is_main_process:
+            print_summary(directory.path)
+
+    def _describe_to_wandb(self) -> None:
+        if self.wandb_logger is not None:
+            assert self.run_directory is not None
+            config = self._parser("fit").dump(self.config.fit, format="json")
+            manifest = self.run_directory.manifest
+            self.wandb_logger.add_config({**json.loads(config), "manifest": manifest})
+
+
+def _run_options(config: Any) -> RunOptions:
+    return RunOptions(**config.run.as_dict())
+
+
+def _resumed_step(checkpoint: str | None) -> int | None:
+    if checkpoint is None:
+        return None
+    return int(AtomicCheckpointIO().load_checkpoint(checkpoint)["global_step"])
+
+
+def _class_path(instance: Any) -> str | None:
+    return None if instance is None else f"{type(instance).__module__}.{type(instance).__qualname__}"
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _with_found_configs(arguments: Sequence[str]) -> list[str]:
+    """Replaces the value of each ``--config`` by the file it names."""
+    found = list(arguments)
+    for i, argument in enumerate(found):
+        option, equals, value = argument.partition("=")
+        if option not in ("--config", "-c"):
+            continue
+        if equals:
+            found[i] = f"{option}={_announced(value)}"
+        elif i + 1 < len(found):
+            found[i + 1] = _announced(found[i + 1])
+    return found
+
+
+def _announced(given: str) -> str:
+    path = find_config(given)
+    if not Path(given).expanduser().is_file():
+        print(f"geocont: {given} is not below this folder; using {path}", file=sys.stderr)
+    return str(path)
+
+
+def _without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Returns the arguments less some options and their values."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument.partition("=")[0] in options:
+            skip = "=" not in argument
+        else:
+            kept.append(argument)
+    return kept
+
+
+def _essence(message: str) -> str:
+    """Returns the telling part of a parser's message as one line."""
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
+    return " ".join(lines)
+
+
+def _check_callbacks_package() -> None:
+    """Raises a :class:`UserError` if ``import callbacks`` found a package of the user's own."""
+    if not hasattr(callbacks, "WeightContinuity"):
+        place = getattr(callbacks, "__file__", None) or next(iter(callbacks.__path__))
+        raise UserError(f"a package of yours, {place}, hides geocont's own `callbacks`; rename it or start elsewhere")

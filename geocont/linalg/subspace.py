@@ -1,0 +1,251 @@
+"""Leading singular vectors of many matrices at once: randomized block Krylov with a certificate.
+
+Method: Musco & Musco 2015 (arXiv:1504.05477), Halko, Martinsson & Tropp 2011 (arXiv:0909.4061). The Krylov space of
+G = W W^T on the *smaller* side of W grows block by block, fully orthogonalised; its Rayleigh-Ritz vectors are the singular
+vectors of that side. Matrices leave the iteration as soon as they are certified; what is not certified in the end goes
+through the dense Gram matrix. Vectors are stored as rows, because ``rows @ W`` reads a row-major W in the order in which
+it lies in memory (on a CPU two to three times faster than ``W.mT @ columns``).
+
+Limit: everything goes through G in the working precision, so directions with s_i / s_1 below about 3e-3 (float32) are noise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GAP = 1.02  # s_i / s_{i+1} from which a singular vector counts as well defined and is computed to full accuracy
+TOLERANCE = 0.04  # accepted sine of the angle between computed and true u1: 1 - cos < 1e-3
+RELAXED = 0.2  # factor of the angle where it is not well defined: do not iterate for what has no answer
+SPACE_SHARE = 0.2  # sines of the leading (k-1)-space (root of their square sum) count this much: overlap error < 1e-2
+KEPT, FRESH = 2, 4  # rows of a block beyond k: kept from call to call, and random ones of each call
+PROBE_POWER = 3  # applications of G to the fresh rows of a warm start, before they join the block
+DENSE_SIDE = 64  # smaller side up to which the dense decomposition is used at once
+SEED = 20150477
+
+
+@dataclass(frozen=True)
+class LeadingSubspace:
+    """The k leading singular triplets of a matrix (m, n), or of each matrix of a batch (B, m, n).
+
+    A zero matrix has s = 0, a matrix with NaN or Inf has s = NaN and residual NaN; both have zero vectors, and so have
+    triplets beyond the numerical rank. Signs are arbitrary.
+    """
+
+    u: Tensor
+    """(..., m, k) left singular vectors"""
+    s: Tensor
+    """(..., k) singular values, descending"""
+    v: Tensor
+    """(..., n, k) right singular vectors"""
+    residual: Tensor
+    """(...) estimated sine of the angle of u1 (or SPACE_SHARE of that of the (k-1)-space, whichever is larger; a fifth of
+    it where the singular value gap is below 1.02); certified when not above the tolerance; 0 where exact"""
+    exact: Tensor
+    """(...) bool: computed densely"""
+    start: Tensor
+    """(..., min(m, n), b) orthonormal block for the next call's ``start``, opaque to the caller"""
+
+
+@torch.no_grad()
+def leading_subspace(
+    w: Tensor, k: int = 6, *, start: Tensor | None = None, tolerance: float = TOLERANCE
+) -> LeadingSubspace:
+    """The k leading singular triplets of ``w`` (m, n) or (B, m, n), certified; see ``LeadingSubspace.residual``.
+
+    ``start`` is the ``start`` of an earlier call on a nearby matrix of the same shape. Four random rows, pushed
+    PROBE_POWER times through W W^T, join it at every call, so that a direction that overtakes all of the block's is seen at once if
+    it stands out of the bulk (about 1.3 times the bulk's edge), and within a few calls otherwise: the block keeps what it
+    learns. The global random state is not touched; equal input gives equal output.
+    """
+    if w.ndim not in (2, 3) or 0 in w.shape or k < 1:
+        raise ValueError(f"leading_subspace takes (m, n) or (B, m, n) and k >= 1, got {tuple(w.shape)} and k = {k}")
+    with torch.autocast(w.device.type, enabled=False):
+        rows = _working(w)  # (B, d, l), d <= l
+        d = rows.shape[1]
+        k = min(k, d)
+        if start is not None and start.shape != (*w.shape[:-2], d, min(d, k + KEPT)):
+            raise ValueError(f"start {tuple(start.shape)} does not belong to a matrix {tuple(w.shape)} with k = {k}")
+        if d <= max(DENSE_SIDE, 4 * (k + KEPT + FRESH)):
+            x, residual, exact = _dense(rows, k)
+        else:
+            x, residual, exact = _krylov(rows, k, start, tolerance)
+        return _triplets(w, rows, x, k, residual, exact)
+
+
+@torch.no_grad()
+def exact_subspace(w: Tensor, k: int = 6) -> LeadingSubspace:
+    """The slow reference: float64 ``torch.linalg.svd``, same conventions as ``leading_subspace``."""
+    with torch.autocast(w.device.type, enabled=False):
+        rows = _working(w)
+        k = min(k, rows.shape[1])
+        finite = rows.isfinite().flatten(1).all(1)
+        u = torch.linalg.svd(torch.where(finite[:, None, None], rows, 0.0).double(), full_matrices=False)[0]
+        x = u[..., : k + KEPT].mT.to(rows.dtype)
+        residual = torch.where(finite, 0.0, math.nan).to(rows.dtype)
+        return _triplets(w, rows, x, k, residual, torch.ones_like(finite))
+
+
+@torch.no_grad()
+def svd_by_gram(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All singular triplets by the Gram matrix of the smaller side: u (..., m, r), s (..., r), v (..., n, r), r = min(m, n).
+
+    Several times faster than ``torch.linalg.svd``; singular values below about 3e-3 s_1 (float32) are inaccurate. Those
+    beyond the numerical rank come with zero vectors; a matrix with NaN or Inf has s = NaN and zero vectors.
+    """
+    with torch.autocast(w.device.type, enabled=False):
+        rows = _working(w)
+        d = rows.shape[1]
+        x, residual, exact = _dense(rows, d)
+        result = _triplets(w, rows, x, d, residual, exact)
+        return result.u, result.s, result.v
+
+
+def _working(w: Tensor) -> Tensor:
+    """``w`` as (B, d, l) with d <= l, detached, at least float32; a view wherever possible."""
+    w = w.detach()
+    w = w if w.dtype in (torch.float32, torch.float64) else w.float()
+    w = w if w.ndim == 3 else w[None]
+    return w if w.shape[1] <= w.shape[2] else w.mT
+
+
+def _triplets(w: Tensor, rows: Tensor, x: Tensor, k: int, residual: Tensor, exact: Tensor) -> LeadingSubspace:
+    """Values and the other side's vectors from those of the smaller side, ``x`` (B, >= k, d), one product with W."""
+    left = x[:, :k]
+    right = _multiply(left, rows)  # (B, k, l), rows of length s
+    size = right.abs().amax((1, 2)).clamp(min=torch.finfo(right.dtype).tiny)[:, None]  # no square of 1e-20 or 1e20
+    right = right / size[:, :, None]
+    s = torch.linalg.vector_norm(right, dim=-1)  # (B, k)
+    if bool((s[:, 1:] > s[:, :-1]).any()):  # order of near-ties and of rounding noise
+        s, order = s.sort(dim=-1, descending=True)
+        left = left.gather(1, order[..., None].expand_as(left))
+        right = right.gather(1, order[..., None].expand_as(right))
+    kept = s > rows.shape[1] * torch.finfo(s.dtype).eps * s[:, :1]  # numerical rank; False for NaN
+    left = torch.where(kept[..., None], left, 0.0)
+    right = torch.where(kept[..., None], right / s[..., None], 0.0)
+    s = torch.where(residual.isnan()[:, None], math.nan, s * size)
+    u, v = (left.mT, right.mT) if w.shape[-2] <= w.shape[-1] else (right.mT, left.mT)
+    start = x[:, : k + KEPT].mT
+    parts = (u, s, v, residual, exact, start)
+    return LeadingSubspace(*(part if w.ndim == 3 else part[0] for part in parts))
+
+
+def _dense(w: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Leading eigenvectors of W W^T as rows (B, min(d, k + KEPT), d), residual and exact flag, from the dense matrix."""
+    size = w.abs().amax((1, 2))
+    finite = size.isfinite()
+    w = w / torch.where(finite & (size > 0), size, 1.0)[:, None, None]
+    gram = torch.where(finite[:, None, None], w @ w.mT, 0.0)
+    x = torch.linalg.eigh(gram)[1].mT.flip(1)[:, : k + KEPT]
+    return x, torch.where(finite, 0.0, math.nan).to(w.dtype), torch.ones_like(finite)
+
+
+def _krylov(w: Tensor, k: int, start: Tensor | None, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``_dense``, by block Krylov iteration; ``start`` (..., d, k + KEPT) or None."""
+    batch, d = w.shape[:2]
+    generator = torch.Generator(w.device).manual_seed(SEED)  # its own: training's random state stays as it is
+    block = k + KEPT + FRESH
+    noise = torch.randn(block, d, generator=generator, device=w.device, dtype=w.dtype)
+    noise = torch.linalg.qr(noise.mT)[0].mT.expand(batch, -1, -1)  # (B, b, d)
+    q = noise if start is None else noise[:, :FRESH]
+    product = _multiply(q, w)
+    scale = product.abs().amax((1, 2))  # a size of W for free: NaN or Inf if W has any, 0 only for a zero matrix
+    x, residual = noise[:, : k + KEPT].clone(), scale * 0.0  # what zero and non-finite matrices return: residual 0 or NaN
+    exact = torch.zeros_like(scale, dtype=torch.bool)
+    active = (scale.isfinite() & (scale > 0)).nonzero()[:, 0]
+    if len(active) < batch:
+        w, q, product, scale = w[active], q[active], product[active], scale[active]
+    scale = scale[:, None, None]
+    image = _multiply(product / scale, w.mT) / scale  # q G
+    if start is not None:
+        kept = start.detach().to(w.dtype).reshape(batch, d, -1).mT[active]
+        for _ in range(PROBE_POWER - 1):
+            image = _gram_times(_outside(image, kept), w, scale)
+        q = torch.cat([kept, _orthonormal(_outside(_unit(_outside(image, kept)), kept))], 1)
+        image = _gram_times(q, w, scale)
+    h, target, pace, before = image, 1 if start is not None else 3, 1.0, math.nan
+    while len(active):
+        while q.shape[1] < target * block:
+            fresh = _next_block(image, q, generator)
+            image = _gram_times(fresh, w, scale)
+            q, h = torch.cat([q, fresh], 1), torch.cat([h, image], 1)  # (B, j b, d): orthonormal rows, and q G
+        ritz, angle = _ritz(q, h, k)
+        done = angle <= tolerance
+        x[active[done]], residual[active[done]] = ritz[done], angle[done]
+        if bool(done.all()):
+            break
+        if bool(done.any()):
+            active, w, scale, image, q, h, angle = (t[~done] for t in (active, w, scale, image, q, h, angle))
+        now = math.log(float(angle.median()) / tolerance)  # blocks still needed: by the pace so far, a factor e at first
+        pace = pace if math.isnan(before) else max((before - now) / steps, 0.3)
+        steps, before = min(max(math.ceil(now / pace), 1), 3), now
+        target += steps
+        if target * block > min(d // 2, 128 + d // 8):
+            x[active], residual[active], exact[active] = _dense(w, k)
+            break
+    return x, residual, exact
+
+
+def _multiply(rows: Tensor, w: Tensor) -> Tensor:
+    """``rows @ w`` in the order that reads ``w`` contiguously: (B, b, d), (B, d, l) -> (B, b, l)."""
+    return rows @ w if w.stride(-1) == 1 else (w.mT @ rows.mT).mT
+
+
+def _gram_times(rows: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """``rows @ (w w^T)`` / scale^2, never squaring the scale: (B, b, d)."""
+    return _multiply(_multiply(rows, w) / scale, w.mT) / scale
+
+
+def _outside(rows: Tensor, q: Tensor) -> Tensor:
+    """``rows`` without their part in the span of the orthonormal rows ``q``."""
+    return torch.baddbmm(rows, rows @ q.mT, q, alpha=-1)
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows / torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    return torch.linalg.qr(rows.mT)[0].mT
+
+
+def _next_block(image: Tensor, q: Tensor, generator: torch.Generator) -> Tensor:
+    """Orthonormal rows (B, b, d) for the part of ``image`` (B, b, d) outside the rows of ``q``.
+
+    Rows that bring nothing new would leave rounding noise from inside q: a thousandth of random rows fills their place,
+    and the second projection works on unit rows. The Ritz step only asks for an orthonormal basis.
+    """
+    noise = torch.randn(image.shape[1:], generator=generator, device=q.device, dtype=q.dtype)
+    return _orthonormal(_outside(_unit(_outside(image, q)) + 1e-3 * _unit(noise), q))
+
+
+def _ritz(q: Tensor, h: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Leading Ritz vectors of G (B, k + KEPT, d) from q and h = q G (B, j, d), and ``LeadingSubspace.residual`` (B,).
+
+    Second-order perturbation theory. Residuals r_i are orthogonal to q: they couple a Ritz vector to what lies below the
+    last one looked at (``far``), and two Ritz vectors to each other only through it, by r_i . r_j / far (``mix``).
+    Against the usual |r_1| / (theta_1 - theta_2) this is within a factor of two of the true angle, not of twenty.
+    """
+    count = k + KEPT + FRESH
+    values, y = torch.linalg.eigh(q @ h.mT)
+    values, y = values.flip(-1)[:, :count], y.mT.flip(-2)[:, :count]
+    x = y @ q  # (B, count, d)
+    r = y @ h - values[..., None] * x  # (B, count, d)
+    floor = (1 - GAP**-2) * values.clamp(min=0) + 30 * torch.finfo(q.dtype).eps * values[:, :1]
+    far = torch.maximum(values - values[:, -1:], floor)
+    coupling = r @ r.mT / far[..., None]
+    gap = torch.maximum((values[:, :, None] - values[:, None, :]).abs(), floor[..., None])
+    outside = coupling.diagonal(dim1=1, dim2=2) / far  # (B, count) squared sine towards far
+    mix = (coupling / gap).square()  # (B, count, count) squared sine of i towards j
+
+    correction = coupling.diagonal(dim1=1, dim2=2)  # by which the values may still grow
+
+    def sine(i: int) -> Tensor:  # of the leading i-space; relaxed where it is ill-defined
+        angle = (outside[:, :i].sum(-1) + mix[:, :i, i:].sum((1, 2))).sqrt()
+        defined = values[:, i - 1] + correction[:, i - 1] > GAP**2 * values[:, i]
+        return torch.where(defined, angle, angle * RELAXED)
+
+    return x[:, : k + KEPT], torch.maximum(sine(1), SPACE_SHARE * sine(max(k - 1, 1)))

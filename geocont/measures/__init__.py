@@ -1,0 +1,1 @@
+"""What geocont measures: pure functions, one formula each, tensors in and tensors out."""

@@ -1,0 +1,59 @@
+"""What the LightningModules of all model families share: optimizer, schedule, weight map, exact resumption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from geocont.optim import NamedParameters, OptimizerFactory, Schedule
+from geocont.weights import WeightMap, canonical_name
+
+
+class GeoModule(LightningModule):
+    """Base LightningModule: a subclass sets ``self.model``, names its matrices and computes the loss.
+
+    Args:
+        optimizer: Builds the optimizer from (name, parameter) pairs: any ``torch.optim`` class with its options, or
+            :class:`~geocont.optim.Composite` for several rules.
+        schedule: How learning rates change over the optimizer steps.
+    """
+
+    #: Projection -> pattern of parameter names, relative to the module; see :class:`~geocont.weights.WeightPattern`.
+    WEIGHTS: dict[str, str] = {}
+
+    model: nn.Module
+
+    def __init__(self, optimizer: OptimizerFactory, schedule: Schedule) -> None:
+        super().__init__()
+        self.optimizer_factory = optimizer
+        self.schedule = schedule
+
+    def weight_map(self) -> WeightMap:
+        """Returns which parameter plays which role at which depth."""
+        return WeightMap.from_patterns(self.WEIGHTS, {name: p.shape for name, p in self.named_parameters()})
+
+    def configure_optimizers(self) -> Any:
+        """Builds the optimizer over all trainable parameters, and the schedule in optimizer steps."""
+        trainable = [(canonical_name(name), p) for name, p in self.named_parameters() if p.requires_grad]
+        optimizer = self.optimizer_factory(NamedParameters(trainable, self.weight_map()))
+        for group in optimizer.param_groups:
+            group.setdefault("name", type(optimizer).__name__.lower())  # the rule in lr/{rule}
+        scheduler = self.schedule.build(optimizer, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Saves the random state, so that dropout after a resume is that of an uninterrupted run."""
+        checkpoint["random_state"] = torch.get_rng_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keeps the random state until training starts, since what is set up before may draw numbers."""
+        self._random_state = checkpoint.get("random_state")
+
+    def on_train_start(self) -> None:
+        """Restores the random state of a checkpoint."""
+        state, self._random_state = getattr(self, "_random_state", None), None
+        if state is not None:
+            torch.set_rng_state(state.cpu())
