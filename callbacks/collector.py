@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -45,7 +45,7 @@ class Row:
 class Collector:
     """Gathers the values of one trainer's measuring callbacks; there is one for each trainer, see :meth:`of`."""
 
-    _all: WeakKeyDictionary[Trainer, Collector] = WeakKeyDictionary()
+    _all: ClassVar[WeakKeyDictionary[Trainer, Collector]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._members: WeakSet[Measuring] = WeakSet()
@@ -70,9 +70,10 @@ class Collector:
         """
         self._commit(trainer)
         if self._own_cadence is None:
-            self._own_cadence = trainer.log_every_n_steps
+            self._own_cadence = trainer.log_every_n_steps  # type: ignore[attr-defined]
         fires = any(member.cadence.fires(trainer.global_step) for member in self._members)
-        trainer.log_every_n_steps = min(1, self._own_cadence) if fires else self._own_cadence
+        cadence = min(1, self._own_cadence) if fires else self._own_cadence
+        trainer.log_every_n_steps = cadence  # type: ignore[attr-defined]
 
     def add(
         self,
@@ -122,7 +123,7 @@ class Collector:
         self.flush(trainer)
         self._commit(trainer)
         if self._own_cadence is not None:
-            trainer.log_every_n_steps, self._own_cadence = self._own_cadence, None
+            trainer.log_every_n_steps, self._own_cadence = self._own_cadence, None  # type: ignore[attr-defined]
 
     def _commit(self, trainer: Trainer) -> None:
         # Lightning completes no row where the user's module logs nothing, and none after the last step.

@@ -61,19 +61,18 @@ class GradientCoherence(MeasuringCallback):
 
     def every_step(self) -> None:
         """Adds this step's gradients to the cumulative ones."""
-        names = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
-        gradients = [self.parameters[name].grad for name in names]
-        if names:
-            torch._foreach_add_([self._cumulative[name] for name in names], gradients)
+        gradients = self._gradients()
+        if gradients:
+            torch._foreach_add_([self._cumulative[name] for name in gradients], list(gradients.values()))
 
     def measure(self, trainer: Trainer, full: bool, final: bool) -> None:
         """Measures the gradient at W_s, the sum of gradients up to it, and W_s - W0."""
         started = time.perf_counter()
         for rows in self._rows.values():
             rows.begin()
+        gradients = self._gradients()
         for projection in self.map.projections:
-            if not final and all(p.grad is not None for p in self._parameters_of(projection)):
-                gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
+            if not final and all(matrix.parameter in gradients for matrix in self.map.projections[projection]):
                 self._rows["gradient"].measure(projection, self.map.gather(projection, gradients), full)
             if trainer.global_step == 0 and not final:
                 continue  # W0 - W0 has no direction, and the sum of one gradient is that gradient
@@ -90,8 +89,9 @@ class GradientCoherence(MeasuringCallback):
                 self._rows["weight"].add(projection, {"cumulative_alignment": torch.stack(values)})
         self.record(trainer, list(self._rows.values()), started, headline=("coherence", self._rows["gradient"]))
 
-    def _parameters_of(self, projection: str) -> list[torch.nn.Parameter]:
-        return [self.parameters[matrix.parameter] for matrix in self.map.projections[projection]]
+    def _gradients(self) -> dict[str, Tensor]:
+        """Returns parameter -> gradient, without parameters that have none (frozen, or not used in this step)."""
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns W0, the cumulative gradients and the warm starts: tensors only."""

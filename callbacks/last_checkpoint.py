@@ -13,7 +13,7 @@ from geocont.errors import UserError
 
 
 class LastCheckpoint(Checkpoint):
-    """Keeps ``last.ckpt``: replaced every so many optimizer steps, at the end of training, and when SIGTERM asks to stop.
+    """Keeps ``last.ckpt``: replaced every so many optimizer steps, at the end, and when SIGTERM asks to stop.
 
     Args:
         every_n_steps: Save every so many optimizer steps.
@@ -47,7 +47,7 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        if trainer.global_step == self._saved_step or trainer.fast_dev_run:
+        if trainer.global_step == self._saved_step or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder = Path(self.dirpath or Path(trainer.default_root_dir) / "checkpoints")
         trainer.save_checkpoint(folder / "last.ckpt")

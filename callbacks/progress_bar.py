@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import RichProgressBar
 class ProgressBar(RichProgressBar):
     """Shows speed, losses and the headline measures: ``continuity`` (weights) and ``coherence`` (gradients).
 
-    Each is the mean over projections of the measure that theory expects to be high: ``v1`` where a projection reads from
-    the residual stream, ``u1`` where it writes to it.
+    Each is the mean over projections of the measure that theory expects to be high: ``v1`` where a projection reads
+    from the residual stream, ``u1`` where it writes to it.
 
     Args:
         refresh_rate: Redraw every so many batches.
@@ -32,4 +32,4 @@ class ProgressBar(RichProgressBar):
         """Returns the values to show, without the loggers' version."""
         items = super().get_metrics(trainer, pl_module)
         items.pop("v_num", None)
-        return items  # type: ignore[return-value]
+        return items

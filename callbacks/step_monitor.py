@@ -15,10 +15,11 @@ from callbacks.measuring import RowCallback
 
 
 class StepMonitor(RowCallback):
-    """Logs ``lr/{rule}`` of every parameter group and ``throughput/{samples,tokens}_per_second`` of all ranks together.
+    """Logs ``lr/{rule}`` of each parameter group and ``throughput/{samples,tokens}_per_second`` of all ranks together.
 
-    A group's rule is its ``name``, or its number where it has none. Samples are counted along the first dimension of the
-    batch's first tensor, tokens where that tensor holds whole numbers in two dimensions. Time in validation is left out.
+    A group's rule is its ``name``, or its number where it has none. Samples are counted along the first dimension of
+    the batch's first tensor, tokens where that tensor holds whole numbers in two dimensions. Time in validation is left
+    out.
 
     Args:
         every_n_steps: Log every so many optimizer steps.

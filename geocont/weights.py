@@ -1,8 +1,8 @@
 """WeightMap: which matrix plays which role at which depth.
 
-Optimizer assignment, callbacks, the analysis of checkpoints and reports all ask the same question: which matrix is ``q``
-of layer 7, and does it read from the residual stream or write to it? One table answers it. It holds names and slices
-only, never tensors, so the same map reads a module's parameters, their gradients, and the tensors of a file.
+Optimizer assignment, callbacks, the analysis of checkpoints and reports all ask the same question: which matrix is
+``q`` of layer 7, and does it read from the residual stream or write to it? One table answers it. It holds names and
+slices only, never tensors, so the same map reads a module's parameters, their gradients, and the tensors of a file.
 """
 
 from __future__ import annotations
@@ -135,19 +135,18 @@ class WeightMap:
             UserError: A pattern is not a regular expression or matches nothing, a parameter is matched twice, is not a
                 matrix, or has fewer rows or columns than its slice asks for.
         """
-        shapes = {canonical_name(name): tuple(shape) for name, shape in shapes.items()}
+        sizes = {canonical_name(name): tuple(shape) for name, shape in shapes.items()}
         matrices: list[Matrix] = []
         for projection, given in patterns.items():
             pattern = _as_pattern(projection, given)
-            found = list(_matches(projection, pattern, shapes))
+            found = list(_matches(projection, pattern, sizes))
             if not found:
-                raise UserError(
-                    f"weights.{projection}: no parameter matches {pattern.pattern!r}; {_suggest(pattern.pattern, shapes)}"
-                )
+                near = _suggest(pattern.pattern, sizes)
+                raise UserError(f"weights.{projection}: no parameter matches {pattern.pattern!r}; {near}")
             matrices += found
         _refuse_double(matrices)
         covered = {matrix.parameter for matrix in matrices}
-        unmatched = [name for name, shape in shapes.items() if len(shape) == 2 and name not in covered]
+        unmatched = [name for name, shape in sizes.items() if len(shape) == 2 and name not in covered]
         return cls(matrices, unmatched)
 
 
@@ -175,15 +174,17 @@ def _matches(projection: str, pattern: WeightPattern, shapes: Mapping[str, tuple
         _check_shape(projection, pattern, name, shape)
         depth = match.group(1) if expression.groups else str(count)
         if depth is None or not depth.isdigit():
-            raise UserError(f"weights.{projection}: the first group of {pattern.pattern!r} must be a depth, got {depth!r}")
+            raise UserError(
+                f"weights.{projection}: the first group of {pattern.pattern!r} must be a depth, got {depth!r}"
+            )
         yield Matrix(
             parameter=name,
             projection=projection,
             depth=int(depth),
             module=pattern.module or module,
             side=pattern.side or side,
-            rows=tuple(pattern.rows) if pattern.rows else None,
-            columns=tuple(pattern.columns) if pattern.columns else None,
+            rows=(pattern.rows[0], pattern.rows[1]) if pattern.rows else None,
+            columns=(pattern.columns[0], pattern.columns[1]) if pattern.columns else None,
             transposed=pattern.transposed,
         )
         count += 1

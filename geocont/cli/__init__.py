@@ -20,7 +20,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "validate": ("geocont.cli.training", "evaluate a checkpoint on the validation data"),
     "test": ("geocont.cli.training", "evaluate a checkpoint on the test data"),
     "predict": ("geocont.cli.training", "predict with a checkpoint"),
-    "reproduce": ("geocont.cli.reproduce", "repeat an experiment of a paper over variants and seeds; a table and a figure"),
+    "reproduce": (
+        "geocont.cli.reproduce",
+        "repeat an experiment of a paper over variants and seeds; a table and a figure",
+    ),
     "bench": ("geocont.cli.bench", "measure what geocont's parts cost on this machine"),
 }
 

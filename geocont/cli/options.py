@@ -23,8 +23,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises :class:`UserError` with the nearest valid option instead of printing its usage."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        kwargs["allow_abbrev"] = False
+        super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         """Raises the message as a :class:`UserError`."""

@@ -10,22 +10,24 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import callbacks
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+import callbacks
 from geocont.cli.options import nearest
-from geocont.cli.summary import print_summary
 from geocont.conf import conf_folder, find_config
 from geocont.errors import UserError
+from geocont.report.summary import print_summary
 from geocont.runs.checkpoint_io import AtomicCheckpointIO
 from geocont.runs.directory import CHECKPOINTS, CONFIG_FILE, RunDirectory, RunOptions, describe_environment, newest_run
 from geocont.runs.store import RunStore
 from geocont.runs.wandb import WandbRunLogger
 
-RUN_DIR_VARIABLE = "GEOCONT_RUN_DIR"  # tells the processes that Lightning launches for other devices where the run lives
+RUN_DIR_VARIABLE = (
+    "GEOCONT_RUN_DIR"  # tells the processes that Lightning launches for other devices where the run lives
+)
 SIGTERM_STATUS = 143
 
 
@@ -147,7 +149,7 @@ class GeoContCLI(LightningCLI):
         elif config.get("logger") is None:
             config["logger"] = False
         trainer = super()._instantiate_trainer(config, [callback for callback in callbacks if callback is not None])
-        for callback in trainer.callbacks:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None and self.run_directory is not None:
                 callback.dirpath = str((self.run_directory.path / CHECKPOINTS).absolute())
         return trainer

@@ -1,4 +1,4 @@
-"""Loading through Hugging Face ``datasets``: a name on the hub, or a local folder of parquet files of the same schema."""
+"""Loading through Hugging Face ``datasets``: a name on the hub, or a local folder of parquet of the same schema."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def _load_from_hub(name: str, splits: tuple[str, ...]) -> dict[str, Any]:
                     f"data.path: the Hugging Face hub is out of reach and {name} is not in the local cache; connect, or"
                     f" give a folder with {' and '.join(_names(splits))}, or unset HF_HUB_OFFLINE if it is set"
                 ) from error
-            raise UserError(f"data.path: {name} cannot be loaded from the Hugging Face hub: {_first_line(error)}") from error
+            raise UserError(
+                f"data.path: {name} cannot be loaded from the Hugging Face hub: {_first_line(error)}"
+            ) from error
 
 
 def _hub_answers(name: str) -> bool:
@@ -102,7 +104,7 @@ def _offline() -> Iterator[None]:
     import datasets
     import huggingface_hub
 
-    settings = (datasets.config, huggingface_hub.constants)
+    settings: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
     before = [setting.HF_HUB_OFFLINE for setting in settings]
     for setting in settings:
         setting.HF_HUB_OFFLINE = True

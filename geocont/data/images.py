@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,13 +141,15 @@ class MNIST(ImageClassification):
         train, test = (self._decode(split, found[split]) for split in ("train", "test"))
         return train, test
 
-    def _decode(self, split: str, rows: object) -> Split:
-        columns = set(rows.column_names)  # type: ignore[attr-defined]
+    def _decode(self, split: str, rows: Any) -> Split:
+        columns = set(rows.column_names)
         if not {"image", "label"} <= columns:
-            raise UserError(f"data.path: {self.path} ({split}) must have columns image and label, has {sorted(columns)}")
+            raise UserError(
+                f"data.path: {self.path} ({split}) must have columns image and label, has {sorted(columns)}"
+            )
         import datasets
 
-        rows = rows.cast_column("image", datasets.Image(mode="L"))  # type: ignore[attr-defined]
+        rows = rows.cast_column("image", datasets.Image(mode="L"))
         try:
             pixels = np.stack([np.asarray(image, dtype=np.uint8).reshape(-1) for image in rows["image"]])
         except Exception as error:

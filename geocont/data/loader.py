@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class EpochOrder(DistributedSampler):
         seed: Of the permutation, together with the epoch.
     """
 
-    def __init__(self, dataset: Sized, seed: int) -> None:
+    def __init__(self, dataset: Dataset, seed: int) -> None:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         world = torch.distributed.get_world_size() if distributed else 1
         rank = torch.distributed.get_rank() if distributed else 0
@@ -63,7 +63,7 @@ class EpochOrder(DistributedSampler):
 
 
 class ResumableLoader(DataLoader):
-    """Shuffled training batches of one size; its state is the epoch and the number of samples taken from it, by all ranks.
+    """Shuffled batches of one size; its state is the epoch and the number of samples taken from it by all ranks.
 
     The last incomplete batch of an epoch is dropped, so every rank has as many batches as the others.
 
@@ -78,7 +78,7 @@ class ResumableLoader(DataLoader):
     """
 
     def __init__(self, dataset: Dataset, batch_size: int, seed: int, num_workers: int = 0) -> None:
-        self.order = EpochOrder(dataset, seed)  # type: ignore[arg-type]
+        self.order = EpochOrder(dataset, seed)
         self._samples_per_batch = batch_size * self.order.num_replicas
         if batch_size < 1 or self._samples_per_batch > len(dataset):  # type: ignore[arg-type]
             raise UserError(

@@ -1,12 +1,12 @@
 """Leading singular vectors of many matrices at once: randomized block Krylov with a certificate.
 
 Method: Musco & Musco 2015 (arXiv:1504.05477), Halko, Martinsson & Tropp 2011 (arXiv:0909.4061). The Krylov space of
-G = W W^T on the *smaller* side of W grows block by block, fully orthogonalised; its Rayleigh-Ritz vectors are the singular
-vectors of that side. Matrices leave the iteration as soon as they are certified; what is not certified in the end goes
-through the dense Gram matrix. Vectors are stored as rows, because ``rows @ W`` reads a row-major W in the order in which
-it lies in memory (on a CPU two to three times faster than ``W.mT @ columns``).
+G = W W^T on the *smaller* side of W grows block by block, fully orthogonalised; its Rayleigh-Ritz vectors are the
+singular vectors of that side. Matrices leave the iteration as soon as they are certified; what is not certified in the
+end goes through the dense Gram matrix. Vectors are stored as rows, because ``rows @ W`` reads a row-major W in the
+order in which it lies in memory (on a CPU two to three times faster than ``W.mT @ columns``).
 
-Limit: everything goes through G in the working precision, so directions with s_i / s_1 below about 3e-3 (float32) are noise.
+Limit: all goes through G in the working precision, so directions with s_i / s_1 below about 3e-3 (float32) are noise.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class LeadingSubspace:
     v: Tensor
     """(..., n, k) right singular vectors"""
     residual: Tensor
-    """(...) estimated sine of the angle of u1 (or SPACE_SHARE of that of the (k-1)-space, whichever is larger; a fifth of
-    it where the singular value gap is below 1.02); certified when not above the tolerance; 0 where exact"""
+    """(...) estimated sine of the angle of u1, or SPACE_SHARE of that of the (k-1)-space if that is larger; times
+    RELAXED where the gap of its singular values is below 1.02; certified when not above the tolerance; 0 where exact"""
     exact: Tensor
     """(...) bool: computed densely"""
     start: Tensor
@@ -56,10 +56,10 @@ def leading_subspace(
 ) -> LeadingSubspace:
     """The k leading singular triplets of ``w`` (m, n) or (B, m, n), certified; see ``LeadingSubspace.residual``.
 
-    ``start`` is the ``start`` of an earlier call on a nearby matrix of the same shape. Four random rows, pushed
-    PROBE_POWER times through W W^T, join it at every call, so that a direction that overtakes all of the block's is seen at once if
-    it stands out of the bulk (about 1.3 times the bulk's edge), and within a few calls otherwise: the block keeps what it
-    learns. The global random state is not touched; equal input gives equal output.
+    ``start`` is the ``start`` of an earlier call on a nearby matrix of the same shape. Some random rows, pushed through
+    W W^T a few times, join it at every call, so that a direction that overtakes all of the block's is seen at once if
+    it stands out of the bulk (about 1.3 times the bulk's edge), and within a few calls otherwise: the block keeps what
+    it learns. The global random state is not touched; equal input gives equal output.
     """
     if w.ndim not in (2, 3) or 0 in w.shape or k < 1:
         raise ValueError(f"leading_subspace takes (m, n) or (B, m, n) and k >= 1, got {tuple(w.shape)} and k = {k}")
@@ -91,7 +91,7 @@ def exact_subspace(w: Tensor, k: int = 6) -> LeadingSubspace:
 
 @torch.no_grad()
 def svd_by_gram(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All singular triplets by the Gram matrix of the smaller side: u (..., m, r), s (..., r), v (..., n, r), r = min(m, n).
+    """All r = min(m, n) singular triplets by the smaller Gram matrix: u (..., m, r), s (..., r), v (..., n, r).
 
     Several times faster than ``torch.linalg.svd``; singular values below about 3e-3 s_1 (float32) are inaccurate. Those
     beyond the numerical rank come with zero vectors; a matrix with NaN or Inf has s = NaN and zero vectors.
@@ -134,7 +134,7 @@ def _triplets(w: Tensor, rows: Tensor, x: Tensor, k: int, residual: Tensor, exac
 
 
 def _dense(w: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Leading eigenvectors of W W^T as rows (B, min(d, k + KEPT), d), residual and exact flag, from the dense matrix."""
+    """Leading eigenvectors of the dense W W^T as rows (B, min(d, k + KEPT), d), residual (B,), exact (B,)."""
     size = w.abs().amax((1, 2))
     finite = size.isfinite()
     w = w / torch.where(finite & (size > 0), size, 1.0)[:, None, None]
@@ -153,37 +153,42 @@ def _krylov(w: Tensor, k: int, start: Tensor | None, tolerance: float) -> tuple[
     q = noise if start is None else noise[:, :FRESH]
     product = _multiply(q, w)
     scale = product.abs().amax((1, 2))  # a size of W for free: NaN or Inf if W has any, 0 only for a zero matrix
-    x, residual = noise[:, : k + KEPT].clone(), scale * 0.0  # what zero and non-finite matrices return: residual 0 or NaN
+    x, residual = noise[:, : k + KEPT].clone(), scale * 0.0  # what stays for zero (0) and non-finite matrices (NaN)
     exact = torch.zeros_like(scale, dtype=torch.bool)
     active = (scale.isfinite() & (scale > 0)).nonzero()[:, 0]
     if len(active) < batch:
         w, q, product, scale = w[active], q[active], product[active], scale[active]
     scale = scale[:, None, None]
     image = _multiply(product / scale, w.mT) / scale  # q G
+    kept = None
     if start is not None:
         kept = start.detach().to(w.dtype).reshape(batch, d, -1).mT[active]
         for _ in range(PROBE_POWER - 1):
             image = _gram_times(_outside(image, kept), w, scale)
         q = torch.cat([kept, _orthonormal(_outside(_unit(_outside(image, kept)), kept))], 1)
         image = _gram_times(q, w, scale)
-    h, target, pace, before = image, 1 if start is not None else 3, 1.0, math.nan
+    h, steps, pace, before = image, 1 if start is not None else 3, 1.0, math.inf
+    target = steps * block  # rows at which to look
     while len(active):
-        while q.shape[1] < target * block:
+        while q.shape[1] < target:
             fresh = _next_block(image, q, generator)
             image = _gram_times(fresh, w, scale)
             q, h = torch.cat([q, fresh], 1), torch.cat([h, image], 1)  # (B, j b, d): orthonormal rows, and q G
         ritz, angle = _ritz(q, h, k)
+        if kept is not None:  # chance rows that lead: there may be more such directions than rows, so go on
+            known = (ritz[:, :k] @ kept.mT).square().sum(-1).amin(-1)
+            angle, kept = torch.where(known < 0.5, 1.0, angle), None
         done = angle <= tolerance
         x[active[done]], residual[active[done]] = ritz[done], angle[done]
         if bool(done.all()):
             break
         if bool(done.any()):
             active, w, scale, image, q, h, angle = (t[~done] for t in (active, w, scale, image, q, h, angle))
-        now = math.log(float(angle.median()) / tolerance)  # blocks still needed: by the pace so far, a factor e at first
-        pace = pace if math.isnan(before) else max((before - now) / steps, 0.3)
+        now = math.log(float(angle.median()) / max(tolerance, 1e-9))
+        pace = pace if math.isinf(before) else max((before - now) / steps, 0.5)  # e per block at first
         steps, before = min(max(math.ceil(now / pace), 1), 3), now
-        target += steps
-        if target * block > min(d // 2, 128 + d // 8):
+        target += steps * block
+        if target > min(d // 2, 128 + d // 8):
             x[active], residual[active], exact[active] = _dense(w, k)
             break
     return x, residual, exact
@@ -225,9 +230,9 @@ def _next_block(image: Tensor, q: Tensor, generator: torch.Generator) -> Tensor:
 def _ritz(q: Tensor, h: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Leading Ritz vectors of G (B, k + KEPT, d) from q and h = q G (B, j, d), and ``LeadingSubspace.residual`` (B,).
 
-    Second-order perturbation theory. Residuals r_i are orthogonal to q: they couple a Ritz vector to what lies below the
-    last one looked at (``far``), and two Ritz vectors to each other only through it, by r_i . r_j / far (``mix``).
-    Against the usual |r_1| / (theta_1 - theta_2) this is within a factor of two of the true angle, not of twenty.
+    Second-order perturbation theory. Residuals r_i are orthogonal to q: they couple a Ritz vector to what lies below
+    the last one looked at (``far``), and two Ritz vectors to each other only through it, by r_i . r_j / far (``mix``).
+    Usually within a factor of two of the true angle, where |r_1| / (theta_1 - theta_2) is ten times too large.
     """
     count = k + KEPT + FRESH
     values, y = torch.linalg.eigh(q @ h.mT)

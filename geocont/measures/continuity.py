@@ -110,7 +110,7 @@ def sigma2(s: Tensor, vectors: Tensor) -> Tensor:
         s: ``(L, r)``, descending.
         vectors: ``(L, d, r)``, the singular vectors of one side.
 
-    The weights are those of the lower layer of the pair; an exchange of two indices costs, as the paper's weighting has it.
+    The weights are those of the lower layer of the pair; an exchange of two indices costs, as the paper weights it.
     """
     weights = s[:-1].square()
     pairs = (vectors[:-1] * vectors[1:]).sum(-2).abs()

@@ -46,9 +46,9 @@ class ResidualMLPConfig:
         activation: Nonlinearity; ``none`` is the identity, ``radial`` is x tanh(||x||), which commutes with rotations.
         layer_norm: No LayerNorm, one before each hidden matrix (``pre``), or one after each layer (``post``).
         initialisation: How hidden matrices start: ``normal`` with ``scale`` as standard deviation, ``kaiming`` (He,
-            normal, for ReLU), ``xavier`` (normal), ``orthogonal``, or ``default``, PyTorch's own. All but ``normal`` and
-            ``default`` are multiplied by ``scale`` if it is given.
-        scale: Standard deviation for ``normal`` (0.02 by default), otherwise a factor (1 by default).
+            normal, for ReLU), ``xavier`` (normal), ``orthogonal``, or ``default``, PyTorch's own. ``kaiming``,
+            ``xavier`` and ``orthogonal`` are multiplied by ``scale`` if it is given.
+        scale: Standard deviation for ``normal`` (0.02 by default), otherwise that factor (1 by default).
         bias: Whether hidden layers have a bias. The first and last layer always have one.
     """
 

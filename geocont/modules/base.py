@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -22,7 +22,7 @@ class GeoModule(LightningModule):
     """
 
     #: Projection -> pattern of parameter names, relative to the module; see :class:`~geocont.weights.WeightPattern`.
-    WEIGHTS: dict[str, str] = {}
+    WEIGHTS: ClassVar[dict[str, str]] = {}
 
     model: nn.Module
 

@@ -27,7 +27,7 @@ REST = "rest"
 
 
 class NamedParameters(list[tuple[str, Parameter]]):
-    """(name, parameter) pairs of a module, as torch's optimizers take them, with the module's weight map beside them."""
+    """(name, parameter) pairs of a module, as torch's optimizers take them, beside the module's weight map."""
 
     def __init__(self, pairs: Iterable[tuple[str, Parameter]], weights: WeightMap | None = None) -> None:
         super().__init__(pairs)

@@ -33,8 +33,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         finally:
             temporary.unlink(missing_ok=True)
 
-    def load_checkpoint(self, path: _PATH, map_location: Any = lambda storage, _: storage, **kwargs: Any) -> dict[str, Any]:
-        """Loads with ``weights_only=True``.
+    def load_checkpoint(
+        self, path: _PATH, map_location: Any | None = lambda storage, _: storage, weights_only: bool | None = True
+    ) -> dict[str, Any]:
+        """Loads tensors and plain values, whatever ``weights_only`` says: nothing in a checkpoint is ever executed.
 
         Raises:
             UserError: The file is not there or is not a checkpoint.
@@ -45,4 +47,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise UserError(f"ckpt_path: {path} is not there") from error
         except Exception as error:
             reason = str(error).strip().split("\n")[0][:200]
-            raise UserError(f"ckpt_path: {path} cannot be read as a checkpoint of tensors and plain values: {reason}") from error
+            raise UserError(
+                f"ckpt_path: {path} cannot be read as a checkpoint of tensors and plain values: {reason}"
+            ) from error

@@ -98,7 +98,9 @@ class RunDirectory:
         try:
             self._lock.acquire()
         except Timeout as error:
-            raise UserError(f"{self.path} is being written by another process; wait for it, or start a new run") from error
+            raise UserError(
+                f"{self.path} is being written by another process; wait for it, or start a new run"
+            ) from error
 
     def release(self) -> None:
         """Lets other processes in."""

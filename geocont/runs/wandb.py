@@ -168,15 +168,18 @@ class WandbRunLogger(WandbLogger):
         except OSError as error:
             arguments["dir"] = tempfile.mkdtemp(prefix="geocont-wandb-")
             self._warn(f"W&B's files go to {arguments['dir']}, {self._save_dir} refuses them ({_brief(error)})")
-        arguments["settings"] = wandb.Settings(
-            silent=True,
-            quiet=True,
-            console="off",
-            save_code=False,
-            init_timeout=self._init_timeout,
-            finish_timeout=FINISH_TIMEOUT,
-            x_stats_sampling_interval=SYSTEM_METRICS_INTERVAL,
-        )
+        settings = {
+            "silent": True,
+            "quiet": True,
+            "console": "off",
+            "save_code": False,
+            "init_timeout": self._init_timeout,
+            "finish_timeout": FINISH_TIMEOUT,
+            "x_stats_sampling_interval": SYSTEM_METRICS_INTERVAL,
+            "x_transaction_log_flush_interval": 2.0,  # seconds of rows lost if the whole machine goes (default: 15)
+        }
+        known = wandb.Settings.model_fields  # older clients lack the newest ones
+        arguments["settings"] = wandb.Settings(**{key: value for key, value in settings.items() if key in known})
         reason = ""
         if mode != "offline":
             if _key_configured(wandb):
@@ -210,7 +213,7 @@ class WandbRunLogger(WandbLogger):
         Numbers that are not finite are dropped (a measure that is not defined at this step); images, tables and
         histograms pass. A later value of a key replaces an earlier one of the same row.
         """
-        row = {key: value.item() if isinstance(value, Tensor) else value for key, value in metrics.items()}
+        row = {key: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for key, v in metrics.items()}
         row = {key: v for key, v in row.items() if not isinstance(v, Real) or math.isfinite(v)}
         if row and self.experiment:
             self._log(row, commit=False)
@@ -270,7 +273,8 @@ class WandbRunLogger(WandbLogger):
     def finish(self, exit_code: int = 0) -> None:
         """Finish the run if this logger opened it: 0 marks it finished, all else failed. Waits FINISH_TIMEOUT at most.
 
-        Without it W&B's own exit hook finishes the run when the process ends.
+        Without it W&B's own exit hook finishes the run when the process ends. The file's last block is written some
+        milliseconds after the return.
         """
         if self._experiment and self._owned:
             try:

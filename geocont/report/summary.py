@@ -28,14 +28,16 @@ def print_summary(run_dir: Path) -> None:
         for key in sorted(key for key in keys if key.startswith(beginning)):
             values = [row[key] for row in rows if row.get(key) is not None]
             if values:
-                print(f"  {_label(label, key, run_dir):48} {values[0]:8.4g} -> {values[-1]:<8.4g}{_chance(key, run_dir)}")
+                print(
+                    f"  {_label(label, key, run_dir):48} {values[0]:8.4g} -> {values[-1]:<8.4g}{_chance(key, run_dir)}"
+                )
     command = dashboard_command(run_dir)
     if command:
         print(f"  dashboard: {command}")
 
 
 def dashboard_command(run_dir: Path) -> str | None:
-    """Returns the command that shows the run's dashboard in a terminal, live while it trains; None without W&B files."""
+    """Returns the command for the run's dashboard in a terminal, live while it trains; None without W&B files."""
     runs = sorted((run_dir / "wandb").glob("*run-*"))
     return f"wandb leet {runs[-1]}" if runs else None
 

@@ -1,0 +1,65 @@
+"""Figures from run directories, drawn without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+#: Okabe and Ito's colours, which colour-blind people tell apart, each with its own dash.
+STYLES = (
+    ("#0072B2", "-"),
+    ("#D55E00", "--"),
+    ("#009E73", "-."),
+    ("#CC79A7", ":"),
+    ("#E69F00", (0, (5, 1))),
+    ("#56B4E9", (0, (3, 1, 1, 1))),
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over optimizer steps: ``steps`` (N,) and ``values`` (N,)."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+def draw_curves(
+    axes: Axes, groups: Mapping[str, Sequence[Curve]], title: str, label: str, chance: float | None = None
+) -> None:
+    """Draws the mean of each group of curves with the range of its members, over steps on a logarithmic axis.
+
+    Args:
+        axes: Where to draw.
+        groups: Legend label -> the curves of its seeds, measured at the same steps.
+        title: Above the axes.
+        label: Of the vertical axis.
+        chance: Level for unrelated random matrices, drawn as a line.
+    """
+    for (name, curves), (colour, dash) in zip(groups.items(), STYLES * len(groups), strict=False):
+        steps = sorted(set.intersection(*(set(curve.steps.tolist()) for curve in curves))) if curves else []
+        if not steps:
+            continue
+        values = np.stack([curve.values[np.isin(curve.steps, steps)] for curve in curves])
+        axes.plot(steps, values.mean(0), color=colour, linestyle=dash, linewidth=1.8, label=name)
+        axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
+    if chance is not None:
+        axes.axhline(chance, color="#666666", linewidth=1, linestyle=(0, (1, 2)), label=f"chance ({chance:.3f})")
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(label)
+    axes.set_title(title, fontsize=11)
+    axes.grid(alpha=0.25, linewidth=0.6)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure as PNG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
