@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -52,6 +52,7 @@ class Collector:
         self._own_cadence: int | None = None  # the trainer's log_every_n_steps while ours is in force
         self._row: Row | None = None  # collected in this step
         self._staged: int | None = None  # step of a row that loggers hold until Lightning completes it
+        self._wandb_steps: dict[Logger, int] = {}  # W&B's own count of rows when that was staged
 
     @classmethod
     def of(cls, trainer: Trainer) -> Collector:
@@ -114,9 +115,12 @@ class Collector:
         row, self._row = self._row, None
         if row is None:
             return
+        self._commit(trainer)
+        self._staged = row.step
         for logger in trainer.loggers:
             _stage(logger, row)
-        self._staged = row.step
+            if _is_plain_wandb(logger):
+                self._wandb_steps[logger] = logger.experiment.step
 
     def close(self, trainer: Trainer) -> None:
         """Writes what is left and gives the trainer its own logging cadence back."""
@@ -129,7 +133,10 @@ class Collector:
         # Lightning completes no row where the user's module logs nothing, and none after the last step.
         if self._staged is not None:
             for logger in trainer.loggers:
-                _commit(logger, self._staged)
+                if hasattr(logger, "commit_staged"):
+                    logger.commit_staged(self._staged)
+                elif _is_plain_wandb(logger) and logger.experiment.step == self._wandb_steps.pop(logger, None):
+                    logger.experiment.log({})  # W&B has counted no row since
         self._staged = None
 
 
@@ -138,14 +145,11 @@ def _stage(logger: Logger, row: Row) -> None:
         logger.log_arrays(row.arrays, step=row.step)
     if hasattr(logger, "stage"):
         logger.stage({**row.metrics, **row.media}, step=row.step)
-    elif isinstance(logger, WandbLogger):  # W&B's own way of adding to a row that a later call completes
+    elif _is_plain_wandb(logger):  # W&B's own way of adding to a row that a later call completes
         logger.experiment.log({**row.metrics, **row.media, STEP_KEY: row.step}, commit=False)
     elif row.metrics:
         logger.log_metrics(row.metrics, step=row.step)
 
 
-def _commit(logger: Logger, step: int) -> None:
-    if hasattr(logger, "commit_staged"):
-        logger.commit_staged(step)
-    elif isinstance(logger, WandbLogger):
-        logger.experiment.log({}, commit=True)
+def _is_plain_wandb(logger: Logger) -> TypeGuard[WandbLogger]:
+    return isinstance(logger, WandbLogger) and not hasattr(logger, "stage")

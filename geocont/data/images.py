@@ -87,7 +87,9 @@ class ImageClassification(LightningDataModule):
     def val_dataloader(self) -> DataLoader:
         """The held-out split, in order."""
         held_out = self.splits[1]
-        return DataLoader(TensorPairs(held_out.x, held_out.y), batch_size=EVALUATION_BATCH, collate_fn=as_fetched)
+        generator = torch.Generator()  # unused, but without one a loader draws from training's random state
+        pairs = TensorPairs(held_out.x, held_out.y)
+        return DataLoader(pairs, batch_size=EVALUATION_BATCH, collate_fn=as_fetched, generator=generator)
 
     test_dataloader = val_dataloader
     predict_dataloader = val_dataloader

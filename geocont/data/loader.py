@@ -94,6 +94,7 @@ class ResumableLoader(DataLoader):
             num_workers=num_workers,
             collate_fn=as_fetched,
             persistent_workers=num_workers > 0,
+            generator=torch.Generator().manual_seed(seed),  # of the workers; the global state is training's own
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

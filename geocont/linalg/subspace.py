@@ -22,7 +22,7 @@ TOLERANCE = 0.04  # accepted sine of the angle between computed and true u1: 1 -
 RELAXED = 0.2  # factor of the angle where it is not well defined: do not iterate for what has no answer
 SPACE_SHARE = 0.2  # sines of the leading (k-1)-space (root of their square sum) count this much: overlap error < 1e-2
 KEPT, FRESH = 2, 4  # rows of a block beyond k: kept from call to call, and random ones of each call
-PROBE_POWER = 3  # applications of G to the fresh rows of a warm start, before they join the block
+PROBE_POWER = 2  # applications of G to the fresh rows of a warm start, before they join the block
 DENSE_SIDE = 64  # smaller side up to which the dense decomposition is used at once
 SEED = 20150477
 
@@ -58,7 +58,7 @@ def leading_subspace(
 
     ``start`` is the ``start`` of an earlier call on a nearby matrix of the same shape. Some random rows, pushed through
     W W^T a few times, join it at every call, so that a direction that overtakes all of the block's is seen at once if
-    it stands out of the bulk (about 1.3 times the bulk's edge), and within a few calls otherwise: the block keeps what
+    it stands out of the bulk (1.2 times the bulk's edge), and within a few calls otherwise: the block keeps what
     it learns. The global random state is not touched; equal input gives equal output.
     """
     if w.ndim not in (2, 3) or 0 in w.shape or k < 1:
@@ -116,15 +116,15 @@ def _triplets(w: Tensor, rows: Tensor, x: Tensor, k: int, residual: Tensor, exac
     """Values and the other side's vectors from those of the smaller side, ``x`` (B, >= k, d), one product with W."""
     left = x[:, :k]
     right = _multiply(left, rows)  # (B, k, l), rows of length s
-    size = right.abs().amax((1, 2)).clamp(min=torch.finfo(right.dtype).tiny)[:, None]  # no square of 1e-20 or 1e20
-    right = right / size[:, :, None]
+    size = right.abs().amax((1, 2)).clamp(min=torch.finfo(right.dtype).tiny)[:, None]
+    right = right / size[:, :, None]  # so that no square over- or underflows
     s = torch.linalg.vector_norm(right, dim=-1)  # (B, k)
     if bool((s[:, 1:] > s[:, :-1]).any()):  # order of near-ties and of rounding noise
         s, order = s.sort(dim=-1, descending=True)
         left = left.gather(1, order[..., None].expand_as(left))
         right = right.gather(1, order[..., None].expand_as(right))
     kept = s > rows.shape[1] * torch.finfo(s.dtype).eps * s[:, :1]  # numerical rank; False for NaN
-    left = torch.where(kept[..., None], left, 0.0)
+    left = left * kept[..., None]
     right = torch.where(kept[..., None], right / s[..., None], 0.0)
     s = torch.where(residual.isnan()[:, None], math.nan, s * size)
     u, v = (left.mT, right.mT) if w.shape[-2] <= w.shape[-1] else (right.mT, left.mT)
@@ -146,7 +146,8 @@ def _dense(w: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def _krylov(w: Tensor, k: int, start: Tensor | None, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
     """As ``_dense``, by block Krylov iteration; ``start`` (..., d, k + KEPT) or None."""
     batch, d = w.shape[:2]
-    generator = torch.Generator(w.device).manual_seed(SEED)  # its own: training's random state stays as it is
+    seed = SEED if start is None else SEED + int(1e9 * float(start.reshape(-1)[:64].abs().sum()))  # new rows every time
+    generator = torch.Generator(w.device).manual_seed(seed)  # its own: training's random state stays as it is
     block = k + KEPT + FRESH
     noise = torch.randn(block, d, generator=generator, device=w.device, dtype=w.dtype)
     noise = torch.linalg.qr(noise.mT)[0].mT.expand(batch, -1, -1)  # (B, b, d)
@@ -162,10 +163,11 @@ def _krylov(w: Tensor, k: int, start: Tensor | None, tolerance: float) -> tuple[
     image = _multiply(product / scale, w.mT) / scale  # q G
     kept = None
     if start is not None:
-        kept = start.detach().to(w.dtype).reshape(batch, d, -1).mT[active]
+        kept = start.detach().to(w.dtype).reshape(batch, d, -1).mT
+        kept = kept if len(active) == batch else kept[active]
         for _ in range(PROBE_POWER - 1):
             image = _gram_times(_outside(image, kept), w, scale)
-        q = torch.cat([kept, _orthonormal(_outside(_unit(_outside(image, kept)), kept))], 1)
+        q = _orthonormal(torch.cat([kept, _unit(_outside(image, kept))], 1))
         image = _gram_times(q, w, scale)
     h, steps, pace, before = image, 1 if start is not None else 3, 1.0, math.inf
     target = steps * block  # rows at which to look
@@ -175,10 +177,12 @@ def _krylov(w: Tensor, k: int, start: Tensor | None, tolerance: float) -> tuple[
             image = _gram_times(fresh, w, scale)
             q, h = torch.cat([q, fresh], 1), torch.cat([h, image], 1)  # (B, j b, d): orthonormal rows, and q G
         ritz, angle = _ritz(q, h, k)
-        if kept is not None:  # chance rows that lead: there may be more such directions than rows, so go on
+        if kept is not None:  # chance rows that lead: there may be more such directions than rows, so be strict once
             known = (ritz[:, :k] @ kept.mT).square().sum(-1).amin(-1)
-            angle, kept = torch.where(known < 0.5, 1.0, angle), None
+            angle, kept = torch.where(known < 0.5, angle * 10, angle), None
         done = angle <= tolerance
+        if bool(done.all()) and len(active) == batch:
+            return ritz, angle, exact
         x[active[done]], residual[active[done]] = ritz[done], angle[done]
         if bool(done.all()):
             break
@@ -220,11 +224,11 @@ def _orthonormal(rows: Tensor) -> Tensor:
 def _next_block(image: Tensor, q: Tensor, generator: torch.Generator) -> Tensor:
     """Orthonormal rows (B, b, d) for the part of ``image`` (B, b, d) outside the rows of ``q``.
 
-    Rows that bring nothing new would leave rounding noise from inside q: a thousandth of random rows fills their place,
+    Rows that bring nothing new would leave rounding noise from inside q: a hundredth of random rows fills their place,
     and the second projection works on unit rows. The Ritz step only asks for an orthonormal basis.
     """
     noise = torch.randn(image.shape[1:], generator=generator, device=q.device, dtype=q.dtype)
-    return _orthonormal(_outside(_unit(_outside(image, q)) + 1e-3 * _unit(noise), q))
+    return _orthonormal(_outside(_unit(_outside(image, q)) + 1e-2 * _unit(noise), q))
 
 
 def _ritz(q: Tensor, h: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -207,8 +207,8 @@ class WandbRunLogger(WandbLogger):
     # -- rows -------------------------------------------------------------------------------------------------------
 
     @rank_zero_only
-    def stage(self, metrics: dict[str, Any]) -> None:
-        """Add values to the row in progress; the next `log_metrics` or `commit_staged` commits it.
+    def stage(self, metrics: dict[str, Any], step: int) -> None:
+        """Add values to the row of optimizer step `step`; the next `log_metrics` or `commit_staged` commits it.
 
         Numbers that are not finite are dropped (a measure that is not defined at this step); images, tables and
         histograms pass. A later value of a key replaces an earlier one of the same row.
@@ -216,7 +216,7 @@ class WandbRunLogger(WandbLogger):
         row = {key: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for key, v in metrics.items()}
         row = {key: v for key, v in row.items() if not isinstance(v, Real) or math.isfinite(v)}
         if row and self.experiment:
-            self._log(row, commit=False)
+            self._log({**row, STEP: step}, commit=False)
             self._staged = True
 
     @rank_zero_only

@@ -208,6 +208,16 @@ def test_a_sudden_new_leading_direction_is_found(size: float, seed: int) -> None
     assert 1 - (result.v[:, 0] @ vh[index]).abs() < 1e-3
 
 
+def test_a_long_chain_of_warm_starts_stays_orthonormal_and_certified() -> None:
+    w = matrix("spikes", 128, 128)
+    result = leading_subspace(w)
+    for _ in range(100):
+        w = moved(w, 1e-3)
+        result = leading_subspace(w, start=result.start)
+    check(result, w)
+    torch.testing.assert_close(result.start.mT @ result.start, torch.eye(8), atol=1e-4, rtol=0.0)
+
+
 def test_a_start_of_pure_chance_is_as_good_as_none() -> None:
     w = matrix("marchenko_pastur", 150, 150)
     start = torch.linalg.qr(torch.randn(150, 8, generator=torch.Generator().manual_seed(3)))[0]

@@ -168,13 +168,13 @@ def server_url(kind: str) -> str:
 def test_staged_values_and_lightnings_share_one_row(tmp_path: Path) -> None:
     """Each log call was a row of its own, so measures and loss of one step could not be plotted together."""
     logger = offline(tmp_path)
-    logger.stage({"weight/a": 1.0, "weight/bad": math.nan, "weight/inf": torch.tensor(math.inf)})
-    logger.stage({"weight/b": np.float32(2.0), "val/picture": wandb.Image(np.zeros((4, 4, 3), np.uint8))})
+    logger.stage({"weight/a": 1.0, "weight/bad": math.nan, "weight/inf": torch.tensor(math.inf)}, 3)
+    logger.stage({"weight/b": np.float32(2.0), "val/picture": wandb.Image(np.zeros((4, 4, 3), np.uint8))}, 3)
     logger.log_metrics({"train/loss": math.nan}, step=3)
-    logger.stage({"weight/a": math.nan})  # nothing is left: no row
+    logger.stage({"weight/a": math.nan}, 4)  # nothing is left: no row
     logger.commit_staged(4)
     logger.log_metrics({}, step=4)
-    logger.stage({"weight/a": torch.tensor(5.0, dtype=torch.bfloat16)})
+    logger.stage({"weight/a": torch.tensor(5.0, dtype=torch.bfloat16)}, 5)
     logger.commit_staged(5)
     logger.commit_staged(5)
     logger.finish()
@@ -213,7 +213,7 @@ def test_step_is_never_passed(tmp_path: Path) -> None:
 
     logger.experiment.log = spy
     for step in (5, 3):  # a validation whose step lies behind
-        logger.stage({"weight/a": 1.0})
+        logger.stage({"weight/a": 1.0}, step)
         logger.log_metrics({"val/loss": 1.0}, step=step)
     logger.finish()
     assert all("step" not in options for options in calls)
@@ -225,7 +225,8 @@ def test_summary_holds_min_max_last_of_measures(tmp_path: Path) -> None:
     keys = [f"{section}/x" for section in module.MEASURES]
     logger = offline(tmp_path)
     for step, value in enumerate((2.0, 1.0, 4.0, 3.0)):
-        logger.stage(dict.fromkeys(keys, value) | {"val/picture": wandb.Image(np.zeros((4, 4, 3), np.uint8))})
+        picture = wandb.Image(np.zeros((4, 4, 3), np.uint8))
+        logger.stage(dict.fromkeys(keys, value) | {"val/picture": picture}, step)
         logger.log_metrics({"epoch": step, "lr": value}, step=step)
     logger.finish()
     summary = inspect(run_file(tmp_path))["summary"]
@@ -266,7 +267,7 @@ def test_auto_follows_wandb_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
     logger = WandbRunLogger(run_dir=str(tmp_path), run_id="abc")
     logger.add_config({"a": 1})
-    logger.stage({"weight/a": 1.0})
+    logger.stage({"weight/a": 1.0}, 0)
     logger.log_metrics({"train/loss": 1.0}, step=0)
     logger.finish()
     assert os.environ["WANDB_MODE"] == variable
@@ -359,7 +360,7 @@ def test_service_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     time.sleep(0.3)
     began = time.monotonic()
     for step in range(20):
-        logger.stage({"weight/a": 1.0})
+        logger.stage({"weight/a": 1.0}, step)
         logger.log_metrics({"train/loss": 1.0}, step=step)
     logger.add_config({"a": 1})
     logger.finalize("success")
@@ -376,7 +377,7 @@ parent._WANDB_AVAILABLE = {requirement}
 from geocont.runs.wandb import WandbRunLogger
 logger = WandbRunLogger(run_dir={run_dir!r}, run_id="abc", name="n")
 logger.log_hyperparams({{"a": 1}}); logger.add_config({{"a": 1}})
-logger.stage({{"weight/a": 1.0}}); logger.commit_staged(0)
+logger.stage({{"weight/a": 1.0}}, 0); logger.commit_staged(0)
 logger.log_metrics({{"a": 1.0}}, step=1); logger.log_image("a", [1]); logger.experiment.config.update({{"a": 1}})
 logger.experiment.summary["a"] = 1
 assert (logger.save_dir, logger.version, logger.name, bool(logger.experiment)) == ({run_dir!r}, "abc", "geocont", False)
@@ -458,7 +459,7 @@ class Tiny(LightningModule):
 
 class Stager(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        trainer.logger.stage({"weight/a": float(trainer.global_step)})  # type: ignore[union-attr]
+        trainer.logger.stage({"weight/a": float(trainer.global_step)}, trainer.global_step)  # type: ignore[union-attr]
 
 
 def fit(logger: WandbRunLogger, run_dir: Path, fail_at: int = -1) -> None:
@@ -510,7 +511,7 @@ import os, sys
 from geocont.runs.wandb import WandbRunLogger
 logger = WandbRunLogger(run_dir=sys.argv[1])
 for step in range(500):
-    logger.stage({"weight/a": 1.0}); logger.log_metrics({"train/loss": 1.0}, step=step)
+    logger.stage({"weight/a": 1.0}, step); logger.log_metrics({"train/loss": 1.0}, step=step)
 print("logged", flush=True)
 if sys.argv[2] == "kill":
     os.kill(os.getpid(), 9)
@@ -559,7 +560,7 @@ def test_other_ranks_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     logger = offline(tmp_path)
     logger.add_config({"a": 1})
     logger.log_hyperparams({"a": 1})
-    logger.stage({"weight/a": 1.0})
+    logger.stage({"weight/a": 1.0}, 0)
     logger.commit_staged(0)
     logger.log_metrics({"train/loss": 1.0}, step=0)
     pickle.dumps(logger)
