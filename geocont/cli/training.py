@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -16,12 +18,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import callbacks
-from geocont.cli.options import nearest
-from geocont.conf import conf_folder, find_config
+from geocont.cli.arguments import with_found_configs, with_resumed_run
+from geocont.cli.parsing import GeoContParser
+from geocont.conf import conf_folder
 from geocont.errors import UserError
 from geocont.report.summary import print_summary
 from geocont.runs.checkpoint_io import AtomicCheckpointIO
-from geocont.runs.directory import CHECKPOINTS, CONFIG_FILE, RunDirectory, RunOptions, describe_environment, newest_run
+from geocont.runs.directory import CHECKPOINTS, CONFIG_FILE, RunDirectory, RunOptions, describe_environment
 from geocont.runs.store import RunStore
 from geocont.runs.wandb import WandbRunLogger
 
@@ -34,7 +37,8 @@ SIGTERM_STATUS = 143
 def run(command: str, arguments: Sequence[str]) -> int:
     """Runs a training command; returns 0, or 143 after SIGTERM."""
     _check_callbacks_package()
-    sys.argv = ["geocont", command, *_with_found_configs(arguments)]
+    _keep_the_terminal_readable()
+    sys.argv = ["geocont", command, *with_resumed_run(with_found_configs(arguments))]
     defaults = {"default_config_files": [str(conf_folder() / "base.yaml")]}
     try:
         GeoContCLI(
@@ -46,23 +50,11 @@ def run(command: str, arguments: Sequence[str]) -> int:
         )
     except SIGTERMException:
         return SIGTERM_STATUS
+    except UserError:
+        raise
+    except Exception as error:
+        raise _users_own(error) or error from None
     return 0
-
-
-class GeoContParser(LightningArgumentParser):
-    """LightningArgumentParser whose errors are one line that names the key and the nearest valid one."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raises the message as a :class:`UserError`."""
-        text = _essence(message)
-        unknown = re.search(r"(?:Key|key|[Oo]ption|arguments?:?) ['\"]?-{0,2}([\w.]+)['\"]?", text)
-        hint = nearest(unknown[1], self._valid_words(unknown[1])) if unknown else ""
-        raise UserError(text + hint) from ex
-
-    def _valid_words(self, unknown: str) -> Iterable[str]:
-        keys = [action.dest for action in self._actions]
-        keys += [f"callbacks.{name}" for name in callback_switches()]
-        return keys if "." in unknown else {part for key in keys for part in (key, key.rsplit(".", 1)[-1])}
 
 
 def callback_switches() -> dict[str, type[Callback]]:
@@ -90,24 +82,21 @@ class GeoContCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses the options; for a run that is resumed, on top of that run's own configuration."""
+        """Parses the options; a run that is resumed has been put in front of them by :func:`run`."""
         super().parse_arguments(parser, args)
         options = self.config[self.config.subcommand]
-        if options.get("ckpt_path") in ("last", "best", "hpc"):
-            raise UserError(f"ckpt_path: give a file, not {options.ckpt_path!r}; `fit --resume last` continues a run")
+        checkpoint = options.get("ckpt_path")
+        if checkpoint in ("last", "best", "hpc"):
+            raise UserError(f"ckpt_path: give a file, not {checkpoint!r}; `geocont fit --resume last` continues a run")
+        if checkpoint is not None and not Path(checkpoint).is_file():
+            raise UserError(f"ckpt_path: {checkpoint} is not there")
         if options.resume is None:
             return
         if self.config.subcommand != "fit":
             raise UserError("--resume continues training; give the checkpoint of a run with --ckpt_path")
-        path = newest_run(_run_options(options)) if options.resume == "last" else Path(options.resume)
-        self.run_directory = RunDirectory.reopen(path)
-        if not self.run_directory.last_checkpoint.exists():
-            raise UserError(f"--resume: nothing to resume in {path}: it has no checkpoint; start without --resume")
-        overrides = _without(sys.argv[2:], ("--config", "-c", "--resume"))
-        sys.argv = ["geocont", "fit", "--config", str(path / CONFIG_FILE), *overrides]
-        super().parse_arguments(parser, args)
-        self.config.fit.run.dir = str(path)
-        self.config.fit.ckpt_path = str(self.run_directory.last_checkpoint)
+        self.run_directory = RunDirectory.reopen(Path(options.resume))
+        options.run.dir, options.resume = options.resume, None
+        options.ckpt_path = str(self.run_directory.last_checkpoint)
 
     def before_instantiate_classes(self) -> None:
         """Opens the run's directory before anything is built, so that whatever goes wrong leaves its traces there."""
@@ -220,45 +209,22 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _with_found_configs(arguments: Sequence[str]) -> list[str]:
-    """Replaces the value of each ``--config`` by the file it names."""
-    found = list(arguments)
-    for i, argument in enumerate(found):
-        option, equals, value = argument.partition("=")
-        if option not in ("--config", "-c"):
-            continue
-        if equals:
-            found[i] = f"{option}={_announced(value)}"
-        elif i + 1 < len(found):
-            found[i + 1] = _announced(found[i + 1])
-    return found
+def _users_own(error: BaseException | None) -> UserError | None:
+    """Returns the :class:`UserError` that a library has wrapped into an exception of its own, if there is one."""
+    while error is not None:
+        if isinstance(error, UserError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
-def _announced(given: str) -> str:
-    path = find_config(given)
-    if not Path(given).expanduser().is_file():
-        print(f"geocont: {given} is not below this folder; using {path}", file=sys.stderr)
-    return str(path)
-
-
-def _without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Returns the arguments less some options and their values."""
-    kept: list[str] = []
-    skip = False
-    for argument in arguments:
-        if skip:
-            skip = False
-        elif argument.partition("=")[0] in options:
-            skip = "=" not in argument
-        else:
-            kept.append(argument)
-    return kept
-
-
-def _essence(message: str) -> str:
-    """Returns the telling part of a parser's message as one line."""
-    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
-    return " ".join(lines)
+def _keep_the_terminal_readable() -> None:
+    """Drops Lightning's advertisements and what it says of itself at every start; warnings about the run stay."""
+    chatter = ("💡 Tip", "GPU available", "TPU available", "`weights_only` was not set", "Loading `train_dataloader`")
+    info = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    info.addFilter(lambda record: not record.getMessage().strip().startswith(chatter))
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=DeprecationWarning)
 
 
 def _check_callbacks_package() -> None:

@@ -38,8 +38,8 @@ def print_summary(run_dir: Path) -> None:
 
 def dashboard_command(run_dir: Path) -> str | None:
     """Returns the command for the run's dashboard in a terminal, live while it trains; None without W&B files."""
-    runs = sorted((run_dir / "wandb").glob("*run-*"))
-    return f"wandb leet {runs[-1]}" if runs else None
+    folder = run_dir / "wandb"
+    return f"wandb leet {folder}" if folder.is_dir() else None
 
 
 def _label(label: str, key: str, run_dir: Path) -> str:

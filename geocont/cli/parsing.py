@@ -1,0 +1,59 @@
+"""The parser behind ``geocont fit``: errors are one line that names the key, the value and the nearest valid one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+from geocont.cli.options import nearest
+from geocont.errors import UserError
+
+#: Lines of a jsonargparse message that say how it tried, not what is wrong.
+_HOW = re.compile(r"Does not validate|Subtypes:|Errors:|Given value|(- )?Expected a (path but|<class 'NoneType'>)")
+_KEY = re.compile(r"(?:- )?Parser key ['\"]([^'\"]+)['\"]:\s*")
+_UNKNOWN = re.compile(r"(?:unrecognized arguments: -*|[Oo]ption ['\"]|[Kk]ey ['\"]?)([\w.]+)['\"]?.*(?:not|unrecogni)?")
+_CHOICE = re.compile(r"Literal\[(.*?)\]\. Got value: (\S+)")
+
+
+class GeoContParser(LightningArgumentParser):
+    """LightningArgumentParser that raises :class:`UserError` instead of printing its usage, and takes no abbreviations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.allow_abbrev = False  # an abbreviation is a misspelling that happens to be unique today
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raises the message, with the nearest valid key or value, as a :class:`UserError`."""
+        raise UserError(essence(message) + self._hint(message)) from ex
+
+    def _hint(self, message: str) -> str:
+        if "did you mean" in message:  # said by a parser further in
+            return ""
+        choice = _CHOICE.search(message)
+        if choice:
+            return nearest(choice[2].strip("'\""), re.findall(r"[\w.-]+", choice[1]))
+        unknown = _UNKNOWN.search(message)
+        return nearest(unknown[1], self._valid_keys(unknown[1])) if unknown else ""
+
+    def _valid_keys(self, unknown: str) -> Iterable[str]:
+        keys = {action.dest for action in self._actions if not action.dest.endswith(".help")}
+        if "." not in unknown:
+            return {key.rsplit(".", 1)[-1] for key in keys}
+        # of a key that goes deeper than this parser's own, the part that it knows
+        return {key + unknown[len(key) :] if unknown.startswith(key) else key for key in keys}
+
+
+def essence(message: str) -> str:
+    """Returns the telling part of a parser's message as one line, headed by the key that it is about."""
+    keys, told = [], []
+    for line in map(str.strip, message.splitlines()):
+        key = _KEY.match(line)
+        if key:
+            keys.append(key[1])
+            line = line[key.end() :]
+        if line and not _HOW.match(line):
+            told.append(line.removeprefix("- "))
+    return ": ".join(filter(None, (".".join(keys), "; ".join(dict.fromkeys(told)))))
