@@ -52,7 +52,7 @@ class ContinuityRows:
             table = light_table(stack, self.starts.get(key))
             if keep_start:
                 self.starts[key] = table.subspace.start
-            measured = table.values | (full_table(stack) if full and len(stack) > 1 else {})
+            measured = table.values | (full_table(stack, table.subspace) if full and len(stack) > 1 else {})
             for name, value in measured.items():
                 values.setdefault(name, []).append(value)
             if full and len(runs) == 1:

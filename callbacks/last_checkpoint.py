@@ -33,8 +33,13 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Saves at multiples of ``every_n_steps``."""
-        if trainer.global_step % self.every_n_steps == 0:
+        """Saves at multiples of ``every_n_steps``, and where training stops within an epoch.
+
+        At ``on_train_end`` Lightning counts an epoch that was broken off as complete: resumed from there, a run would
+        leave out the rest of it.
+        """
+        ends_here = trainer.should_stop or trainer.global_step == trainer.max_steps
+        if ends_here or trainer.global_step % self.every_n_steps == 0:
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

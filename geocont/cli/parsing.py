@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
@@ -19,7 +18,7 @@ _CHOICE = re.compile(r"Literal\[(.*?)\]\. Got value: (\S+)")
 
 
 class GeoContParser(LightningArgumentParser):
-    """LightningArgumentParser that raises :class:`UserError` instead of printing its usage, and takes no abbreviations."""
+    """LightningArgumentParser that raises :class:`UserError` instead of printing usage, and takes no abbreviations."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,14 +35,21 @@ class GeoContParser(LightningArgumentParser):
         if choice:
             return nearest(choice[2].strip("'\""), re.findall(r"[\w.-]+", choice[1]))
         unknown = _UNKNOWN.search(message)
-        return nearest(unknown[1], self._valid_keys(unknown[1])) if unknown else ""
+        return self._nearest_key(unknown[1]) if unknown else ""
 
-    def _valid_keys(self, unknown: str) -> Iterable[str]:
+    def _nearest_key(self, unknown: str) -> str:
         keys = {action.dest for action in self._actions if not action.dest.endswith(".help")}
         if "." not in unknown:
-            return {key.rsplit(".", 1)[-1] for key in keys}
-        # of a key that goes deeper than this parser's own, the part that it knows
-        return {key + unknown[len(key) :] if unknown.startswith(key) else key for key in keys}
+            return nearest(unknown, {key.rsplit(".", 1)[-1] for key in keys})
+        parts = unknown.split(".")
+        for depth in range(len(parts), 1, -1):  # a key may go deeper than those of this parser, into a class's own
+            beginning = ".".join(parts[:depth])
+            if beginning in keys:
+                break
+            hint = nearest(beginning, {key for key in keys if key.count(".") == depth - 1})
+            if hint:
+                return hint
+        return ""
 
 
 def essence(message: str) -> str:

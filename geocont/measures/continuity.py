@@ -26,6 +26,9 @@ DEFINED_GAP = 1.02
 #: ``gap`` of a matrix of rank one, whose second singular value is zero.
 LARGEST_GAP = 1e6
 
+#: Share of sum s_i^2 that ``sigma2`` may leave out: its error is below that.
+NEGLIGIBLE = 1e-4
+
 LIGHT_MEASURES = ("v1", "u1", "topk_in", "topk_out", "cosine", "gap", "defined")
 FULL_MEASURES = ("sigma2_in", "sigma2_out", "gram_in", "gram_out")
 
@@ -50,6 +53,7 @@ def light_table(w: Tensor, start: Tensor | None = None) -> LightTable:
         w: The matrices of one projection, in order of depth.
         start: ``subspace.start`` of an earlier call on nearly the same matrices, which makes this one cheaper.
     """
+    w = _at_least_float32(w)
     subspace = leading_subspace(w, TOP_K + 1, start=start)
     bad = ~(subspace.s[..., 0] > 0)  # zero or non-finite
     gap = singular_gap(subspace.s).masked_fill(bad, math.nan)
@@ -60,7 +64,7 @@ def light_table(w: Tensor, start: Tensor | None = None) -> LightTable:
         "u1": alignment(u[:-1, :, 0], u[1:, :, 0]),
         "topk_in": subspace_overlap(v[:-1, :, :k], v[1:, :, :k]),
         "topk_out": subspace_overlap(u[:-1, :, :k], u[1:, :, :k]),
-        "cosine": cosine(w[:-1], w[1:]),
+        "cosine": cosine(w, subspace.s[..., 0]),
         "defined": ((gap[:-1] >= DEFINED_GAP) & (gap[1:] >= DEFINED_GAP)).to(gap.dtype),
     }
     bad_pair = bad[:-1] | bad[1:]
@@ -69,9 +73,20 @@ def light_table(w: Tensor, start: Tensor | None = None) -> LightTable:
     return LightTable(values, subspace)
 
 
-def full_table(w: Tensor) -> dict[str, Tensor]:
-    """Computes ``sigma2`` and ``gram`` on both sides, ``(L - 1,)`` each: all singular vectors, hence the dear table."""
-    u, s, v = svd_by_gram(w)
+def full_table(w: Tensor, subspace: LeadingSubspace | None = None) -> dict[str, Tensor]:
+    """Computes ``sigma2`` and ``gram`` on both sides, ``(L - 1,)`` each: all singular vectors, hence the dear table.
+
+    Args:
+        w: The matrices of one projection, in order of depth, ``(L, m, n)``.
+        subspace: Their leading triplets, used for ``sigma2`` in place of all where what they leave out weighs less than
+            ``NEGLIGIBLE``: the gradients of small batches have few directions.
+    """
+    w = _at_least_float32(w)
+    norms = torch.linalg.vector_norm(w, dim=(-2, -1))
+    if subspace is not None and bool(((subspace.s / norms[:, None]).square().sum(-1) > 1 - NEGLIGIBLE).all()):
+        u, s, v = subspace.u, subspace.s, subspace.v
+    else:
+        u, s, v = svd_by_gram(w)
     return {
         "sigma2_in": sigma2(s, v),
         "sigma2_out": sigma2(s, u),
@@ -90,10 +105,17 @@ def subspace_overlap(a: Tensor, b: Tensor) -> Tensor:
     return (a.mT @ b).square().sum((-2, -1)) / a.shape[-1]
 
 
-def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """<A, B>_F / (||A||_F ||B||_F) of matrices ``(..., m, n)``; NaN where one of them is zero."""
-    a, b = (_normalised(x) for x in (a, b))
-    return (a * b).sum((-2, -1))
+def cosine(w: Tensor, scale: Tensor) -> Tensor:
+    """<W, W'>_F / (||W||_F ||W'||_F) of adjacent layers ``(L, m, n)`` -> ``(L - 1,)``; NaN where one of them is zero.
+
+    ``scale`` is any size of each matrix, ``(L,)``: the squares of 1e-25 vanish in float32.
+    """
+    flat = w.flatten(1)  # (L, m n)
+    if bool(((scale < 1e-12) | (scale > 1e12)).any()):
+        flat = flat / scale[:, None]
+    inner = flat @ flat.mT  # (L, L): norms and products in one pass over the matrices
+    norms = inner.diagonal().sqrt()
+    return inner.diagonal(1) / (norms[:-1] * norms[1:])
 
 
 def singular_gap(s: Tensor) -> Tensor:
@@ -124,7 +146,7 @@ def gram_cosine(w: Tensor) -> Tensor:
     Needs no singular vectors. Without its trace the Gram matrix of a random matrix is as far from its neighbour's as
     chance has it (0), with it about 0.5. NaN where nothing is left beside the trace: the columns are orthonormal.
     """
-    w = _normalised(w)
+    w = _normalised(_at_least_float32(w))
     m, n = w.shape[-2:]
     if n <= m:
         gram = w.mT @ w
@@ -141,11 +163,16 @@ def gram_cosine(w: Tensor) -> Tensor:
     return value.masked_fill(nothing[:-1] | nothing[1:], math.nan)
 
 
+def _at_least_float32(w: Tensor) -> Tensor:
+    return w.float() if w.dtype in (torch.bfloat16, torch.float16) else w
+
+
 def _normalised(w: Tensor) -> Tensor:
-    """w / ||w||_F in at least float32; scaled first, since squares of 1e-25 vanish in float32."""
-    w = w.float() if w.dtype in (torch.bfloat16, torch.float16) else w
-    w = w / w.abs().amax((-2, -1), keepdim=True)
-    return w / w.norm(dim=(-2, -1), keepdim=True)
+    """w / ||w||_F for each matrix; brought near 1 first where squares would vanish or overflow."""
+    size = w.abs().amax((-2, -1), keepdim=True)
+    if bool(((size < 1e-12) | (size > 1e12)).any()):
+        w = w / size
+    return w / torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True)
 
 
 def relative_norm(update: Tensor, initial: Tensor) -> Tensor:

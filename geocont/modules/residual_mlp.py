@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from geocont.errors import UserError
 from geocont.models import ResidualMLP, ResidualMLPConfig
 from geocont.modules.base import GeoModule
 from geocont.optim import OptimizerFactory, Schedule
@@ -31,9 +32,23 @@ class ResidualMLPModule(GeoModule):
         schedule: Schedule = Schedule(),  # noqa: B008
     ) -> None:
         super().__init__(optimizer, schedule)
-        self.model = ResidualMLP(network)
+        self.model: ResidualMLP = ResidualMLP(network)
         self.loss = nn.CrossEntropyLoss()
         self.accuracy = MulticlassAccuracy(network.classes, average="micro")
+
+    def setup(self, stage: str) -> None:
+        """Checks that the network fits the data, before anything is trained.
+
+        Raises:
+            UserError: The data module's ``inputs`` or ``classes`` differ from the network's.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        for key, what in (("inputs", "features"), ("classes", "classes")):
+            own, wanted = getattr(self.model.config, key), getattr(data, key, None)
+            if wanted is not None and own != wanted:
+                raise UserError(
+                    f"network.{key} is {own}, but the data has {wanted} {what}; set --model.network.{key}={wanted}"
+                )
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the logits ``(B, classes)`` of inputs ``(B, ...)``."""
