@@ -1,0 +1,1 @@
+"""Benchmarks behind ``geocont bench``: ratios within one run, interleaved, medians."""

@@ -36,7 +36,8 @@ class RunStore(Logger):
     def __init__(self, run_dir: str | Path, resumed_at: int | None = None) -> None:
         super().__init__()
         self._run_dir = Path(run_dir)
-        self._resumed_at = resumed_at
+        # Written once to each kind of file, however often it is opened.
+        self._resumed_at = {METRICS_FILE: resumed_at, ARRAYS_FOLDER: resumed_at}
         self._staged: dict[str, Any] = {}
         self._metrics: Any = None  # the open files, on rank 0 only
         self._arrays: Any = None
@@ -125,9 +126,9 @@ class RunStore(Logger):
         broken_off = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         file = path.open("a", encoding="utf-8")
         file.write("\n" if broken_off else "")
-        if self._resumed_at is not None:
-            file.write(json.dumps({_RESUMED_AT: self._resumed_at}) + "\n")
-            self._resumed_at_written = True
+        resumed_at = self._resumed_at.pop(METRICS_FILE, None)
+        if resumed_at is not None:
+            file.write(json.dumps({_RESUMED_AT: resumed_at}) + "\n")
         return file
 
     def _open_arrays(self) -> tuple[Any, Any]:
@@ -136,6 +137,7 @@ class RunStore(Logger):
         folder = self._run_dir / ARRAYS_FOLDER
         folder.mkdir(exist_ok=True)
         number = len(list(folder.glob("part-*.arrow")))
+        resumed_at = self._resumed_at.pop(ARRAYS_FOLDER, None)
         schema = pa.schema(
             [
                 ("step", pa.int64()),
@@ -143,7 +145,7 @@ class RunStore(Logger):
                 ("shape", pa.list_(pa.int32())),
                 ("values", pa.list_(pa.float32())),
             ],
-            metadata={} if self._resumed_at is None else {_RESUMED_AT: str(self._resumed_at)},
+            metadata={} if resumed_at is None else {_RESUMED_AT: str(resumed_at)},
         )
         stream = (folder / f"part-{number:03d}.arrow").open("wb")
         return stream, pa.ipc.new_stream(stream, schema)

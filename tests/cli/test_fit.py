@@ -145,7 +145,7 @@ def test_switches_of_several_files_merge_by_name(geocont: Command, folder: Path)
         ("--callbacks.weight_continuty.every_n_steps=3", "did you mean callbacks.weight_continuity"),
         ("--callbacks.weight_continuity.every_n_step=3", "did you mean every_n_steps"),
         ("--model.network.activation=rely", "did you mean relu"),
-        ("--model.network.actvation=relu", "did you mean activation"),
+        ("--model.network.actvation=relu", "did you mean network.activation"),
         ("--trainer.max_epoch=3", "did you mean trainer.max_epochs"),
         ("--model.optimizer.betaz=[0.9,0.9]", "did you mean betas"),
         ("--config=conf/experiment/mlp/res_rely.yaml", "did you mean conf/experiment/mlp/res_relu.yaml"),

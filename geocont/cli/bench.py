@@ -1,0 +1,57 @@
+"""``geocont bench NAME``: what parts of geocont cost on this machine."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from geocont.cli.options import Parser, add_json_option, write_rows
+
+BENCHES = {
+    "callbacks": "what GradientCoherence and WeightContinuity add to a training of the 16 x 256 residual MLP",
+    "subspaces": "leading singular subspaces against the Gram matrix plus eigh, with their errors",
+}
+
+
+def run(command: str, arguments: Sequence[str]) -> int:
+    """Runs ``geocont bench``."""
+    about = "; ".join(f"{name}: {what}" for name, what in BENCHES.items())
+    parser = Parser(prog="geocont bench", description="Measure costs as ratios, interleaved in one run.")
+    parser.add_argument("name", metavar="NAME", choices=BENCHES, help=about)
+    parser.parse_args(arguments[:1])
+    name = arguments[0]
+    options = _parser(name).parse_args(arguments[1:])
+    rows = _rows(name, options)
+    print(as_table(rows))
+    write_rows(options.json, rows)
+    return 0
+
+
+def _parser(name: str) -> Parser:
+    parser = Parser(prog=f"geocont bench {name}", description=BENCHES[name])
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions, of which the median counts (default: 5)")
+    if name == "callbacks":
+        parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of a training (default: 1000)")
+    add_json_option(parser)
+    return parser
+
+
+def _rows(name: str, options: Namespace) -> list[dict[str, object]]:
+    if name == "callbacks":
+        from geocont.bench.callbacks import measure_callbacks
+
+        return measure_callbacks(options.steps, options.repeats)
+    from geocont.bench.subspaces import measure_subspaces
+
+    return measure_subspaces(options.repeats)
+
+
+def as_table(rows: Sequence[dict[str, object]]) -> str:
+    """Returns rows of equal keys as an aligned table."""
+    lines = [list(rows[0]), *([_text(value) for value in row.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def _text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,175 @@
+"""The command itself: quick help, other folders, wheels, kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from geocont.conf import find_config
+from geocont.errors import UserError
+from geocont.runs.store import read_metrics
+from tests.conftest import SMALL, same, weights_of
+
+ROOT = Path(__file__).parents[2]
+GEOCONT = [sys.executable, "-m", "geocont"]
+
+
+def run(*arguments: str, cwd: Path, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*GEOCONT, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, check=False, **options
+    )  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["reproduce", "--help"], ["reproduce", "mlp", "--help"], ["bench", "--help"]]
+)
+def test_help_of_commands_that_do_not_train_loads_no_torch(arguments: list[str], tmp_path: Path) -> None:
+    """Importing torch and lightning takes seconds, which a person who only asks for help should not wait."""
+    code = (
+        "import sys; from geocont.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'lightning', 'wandb', 'matplotlib', 'datasets'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: geocont" in done.stdout
+
+
+def test_one_help_names_every_command(tmp_path: Path) -> None:
+    out = run("--help", cwd=tmp_path).stdout
+    assert all(f"\n  {command} " in out for command in ("fit", "validate", "test", "predict", "reproduce", "bench"))
+    unknown = run("repoduce", cwd=tmp_path)
+    assert unknown.returncode == 2
+    assert "did you mean reproduce?" in unknown.stderr
+
+
+def test_help_of_training_describes_every_option(tmp_path: Path) -> None:
+    out = run("fit", "--help", cwd=tmp_path).stdout
+    for text in ("--resume", "--run.experiment", "--callbacks.weight_continuity", "--logger.wandb"):
+        assert text in out
+    details = run("fit", "--model.help=geocont.modules.ResidualMLPModule", cwd=tmp_path).stdout
+    assert "x tanh(||x||)" in details
+    assert "warm-up" in details
+
+
+def test_shipped_configurations_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_config("conf/base.yaml") == ROOT / "conf/base.yaml"
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/base.yaml").write_text("{}")
+    assert find_config("conf/base.yaml") == Path("conf/base.yaml")  # one's own comes first
+    with pytest.raises(UserError, match=r"my-own is not a file here or among the shipped ones; shipped files are in"):
+        find_config("my-own")
+
+
+def test_ones_own_callbacks_package_in_the_way_is_named(tmp_path: Path) -> None:
+    """`import callbacks` meets a user's own folder of that name when it comes first on the path."""
+    (tmp_path / "callbacks").mkdir()
+    (tmp_path / "callbacks/__init__.py").write_text("mine = 1\n")
+    done = run("fit", *SMALL, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2
+    line = done.stderr.strip().splitlines()[-1]
+    assert f"a package of yours, {tmp_path}/callbacks/__init__.py, hides geocont's own `callbacks`" in line
+
+
+@pytest.mark.slow
+def test_a_wheel_installed_elsewhere_has_its_configurations(tmp_path: Path) -> None:
+    pytest.importorskip("pip")
+    source = tmp_path / "source"
+    ignore = shutil.ignore_patterns(".venv", ".git", "__pycache__", "*_cache")
+    shutil.copytree(ROOT, source, ignore=ignore)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, source], check=True)
+    wheel = next(tmp_path.glob("geocont-*.whl"))
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    (tmp_path / "empty").mkdir()
+    code = "import sys; from geocont.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "fit", *SMALL, "--trainer.max_epochs=1", "--trainer.limit_train_batches=2"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list((tmp_path / "empty/runs/mlp/res_relu").iterdir())) == 1
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+    frequent = ("--callbacks.last_checkpoint.every_n_steps=5", "--trainer.max_epochs=-1", "--trainer.max_steps=400")
+    arguments = [*SMALL, "--run.dir=run", *frequent, "--callbacks.weight_continuity.every_n_steps=5", *options]
+    return subprocess.Popen(
+        [*GEOCONT, "fit", *arguments], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        rows = read_metrics(folder / "run")
+        if rows and rows[-1]["step"] >= step:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def test_a_run_killed_at_any_moment_resumes_to_the_same_end(tmp_path: Path) -> None:
+    for attempt, step in enumerate((30, 90)):
+        process = start(tmp_path) if attempt == 0 else subprocess.Popen([*GEOCONT, "fit", "--resume=run"], cwd=tmp_path)
+        wait_for_step(tmp_path, step)
+        process.kill()
+        process.wait()
+        torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)
+    assert json.loads((tmp_path / "run/manifest.json").read_text())["status"] == "running"
+    done = run("fit", "--resume=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    other = tmp_path / "other"
+    other.mkdir()
+    assert start(other).wait() == 0
+    assert same(weights_of(tmp_path / "run"), weights_of(other / "run"))
+    killed, whole = ([row["step"] for row in read_metrics(folder / "run")] for folder in (tmp_path, other))
+    assert killed == whole
+
+
+def test_sigterm_saves_and_ends(tmp_path: Path) -> None:
+    process = start(tmp_path, "--callbacks.last_checkpoint.every_n_steps=100000")
+    wait_for_step(tmp_path, 20)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 143
+    checkpoint = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
+    assert manifest["status"] == "interrupted"
+    assert checkpoint["global_step"] == manifest["step"] >= 20
+    done = run("fit", "--resume=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_runs_started_at_once_in_one_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
+    options = [*SMALL[:2], *SMALL[3:], "--trainer.max_epochs=1", "--trainer.limit_train_batches=5"]  # with W&B
+    both = [subprocess.Popen([*GEOCONT, "fit", *options], cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0].decode() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    runs = sorted((tmp_path / "runs/mlp/res_relu").iterdir())
+    assert len(runs) == 2
+    assert same(weights_of(runs[0]), weights_of(runs[1]))
+    for directory in runs:
+        assert [row["step"] for row in read_metrics(directory)] == [0, 1, 2, 4, 5]
+        assert len(list((directory / "wandb").glob("offline-run-*"))) == 1
+        assert any(str(directory.name) in output for output in outputs)
+        assert re.search(r"dashboard: wandb leet \S+", outputs[0])
+
+
+def test_a_run_that_goes_on_is_not_resumed_by_a_second_process(tmp_path: Path) -> None:
+    process = start(tmp_path, "--trainer.max_steps=100000")
+    wait_for_step(tmp_path, 20)
+    second = run("fit", "--resume=run", cwd=tmp_path)
+    process.kill()
+    assert second.returncode == 2
+    assert "is being written by another process" in second.stderr

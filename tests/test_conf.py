@@ -1,0 +1,45 @@
+"""Every shipped configuration: a file that rots fails the build."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from geocont.conf import conf_folder
+
+FILES = sorted(conf_folder().rglob("*.yaml"))
+OVERLAYS = [path for path in FILES if path.name != "base.yaml"]
+SHORT = ["--trainer.max_epochs=-1", "--trainer.max_steps=3", "--model.network.width=24", "--logger.wandb=null"]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(conf_folder()))
+
+
+def command(path: Path) -> list[str]:
+    """The command on a file's first line, without MNIST from the hub."""
+    words = shlex.split(path.read_text().splitlines()[0].removeprefix("# "))
+    assert words[:2] == ["geocont", "fit"]
+    return words[2:]
+
+
+@pytest.mark.parametrize("path", OVERLAYS, ids=name)
+def test_first_line_is_the_command_that_uses_the_file(path: Path, geocont: Callable[..., tuple[int, str, str]]) -> None:
+    assert f"conf/{name(path)}" in command(path)
+    status, out, err = geocont("fit", *command(path), "--print_config")
+    assert status == 0, err
+    config = yaml.safe_load(out)
+    for switch in ("last_checkpoint", "progress_bar", "step_monitor"):
+        assert config["callbacks"][switch] is not None, "an overlay must not lose what the base has"
+
+
+@pytest.mark.parametrize("path", [path for path in OVERLAYS if "data" not in path.parts], ids=name)
+def test_every_configuration_trains(path: Path, geocont: Callable[..., tuple[int, str, str]], folder: Path) -> None:
+    status, out, err = geocont("fit", *command(path), *SHORT, "--run.dir=run")
+    assert status == 0, out + err
+    if "debug" not in path.parts:
+        assert (folder / "run/checkpoints/last.ckpt").exists()
