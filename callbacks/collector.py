@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, WandbLogger
@@ -38,7 +39,7 @@ class Row:
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
-    media: dict[str, Any] = field(default_factory=dict)
+    media: dict[str, np.ndarray] = field(default_factory=dict)
     arrays: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -82,7 +83,7 @@ class Collector:
         metrics: Mapping[str, float],
         *,
         headline: Mapping[str, float] | None = None,
-        media: Mapping[str, Any] | None = None,
+        media: Mapping[str, np.ndarray] | None = None,
         arrays: Mapping[str, Tensor] | None = None,
         skipped: int = 0,
         milliseconds: float = 0.0,
@@ -93,7 +94,7 @@ class Collector:
             trainer: Its ``global_step`` is the step of the row.
             metrics: Key -> number; what is not finite is dropped, NaN is never logged.
             headline: Short name -> number, shown in the progress bar.
-            media: Key -> image, for loggers that take them (W&B).
+            media: Key -> image ``(height, width, 3)`` of bytes, for loggers that take them (W&B).
             arrays: Key -> tensor, for loggers that keep arrays (the run's local store).
             skipped: Number of values that do not exist, summed over callbacks as ``measure/skipped``.
             milliseconds: What the measuring cost, summed as ``measure/milliseconds``.
@@ -140,15 +141,29 @@ class Collector:
         self._staged = None
 
 
+def takes_images(trainer: Trainer) -> bool:
+    """Tells whether any logger of the trainer shows images, so that none is drawn in vain."""
+    return trainer.is_global_zero and any(isinstance(x, WandbLogger) and bool(x.experiment) for x in trainer.loggers)
+
+
 def _stage(logger: Logger, row: Row) -> None:
     if row.arrays and hasattr(logger, "log_arrays"):
         logger.log_arrays(row.arrays, step=row.step)
     if hasattr(logger, "stage"):
-        logger.stage({**row.metrics, **row.media}, step=row.step)
+        logger.stage({**row.metrics, **_media(logger, row)}, step=row.step)
     elif _is_plain_wandb(logger):  # W&B's own way of adding to a row that a later call completes
-        logger.experiment.log({**row.metrics, **row.media, STEP_KEY: row.step}, commit=False)
+        logger.experiment.log({**row.metrics, **_media(logger, row), STEP_KEY: row.step}, commit=False)
     elif row.metrics:
         logger.log_metrics(row.metrics, step=row.step)
+
+
+def _media(logger: Logger, row: Row) -> dict[str, Any]:
+    """Returns the row's images as W&B takes them; nothing for loggers of numbers."""
+    if not row.media or not isinstance(logger, WandbLogger) or not logger.experiment:
+        return {}
+    import wandb
+
+    return {key: wandb.Image(pixels) for key, pixels in row.media.items()}
 
 
 def _is_plain_wandb(logger: Logger) -> TypeGuard[WandbLogger]:

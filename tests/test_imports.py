@@ -22,7 +22,7 @@ ALLOWED = {
         "geocont.optim",
         "geocont.linalg",
     },
-    "callbacks": {"geocont.measures"},
+    "callbacks": {"geocont.measures", "geocont.report"},
     "geocont.modules": {"geocont.models", "geocont.optim", "geocont.data"},
     "geocont.report": {"geocont.runs", "geocont.measures"},
     "geocont.measures": {"geocont.linalg"},

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 #: Okabe and Ito's colours, which colour-blind people tell apart, each with its own dash.
@@ -57,6 +58,40 @@ def draw_curves(
     axes.set_ylabel(label)
     axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.25, linewidth=0.6)
+
+
+def heat_map(steps: Sequence[int], values: np.ndarray, defined: np.ndarray, title: str) -> Figure:
+    """Draws one measure of all pairs of layers over training.
+
+    Args:
+        steps: Optimizer steps of the columns, ``(T,)``.
+        values: ``(T, P)`` for P pairs, from 0 to 1; NaN where there is no value.
+        defined: ``(T, P)``, False where a leading direction is not well defined: such cells are dimmed.
+        title: Above the map.
+    """
+    figure = Figure(figsize=(8, 1.6 + 0.16 * values.shape[1]), layout="constrained")
+    axes = figure.subplots()
+    edges = np.arange(len(steps) + 1)
+    image = axes.pcolormesh(edges, np.arange(values.shape[1] + 1), values.T, vmin=0, vmax=1, cmap="viridis")
+    dimmed = np.where(defined.T | np.isnan(values.T), np.nan, 1.0)
+    axes.pcolormesh(edges, np.arange(values.shape[1] + 1), dimmed, vmin=0, vmax=1, cmap="Greys_r", alpha=0.35)
+    shown = np.unique(np.linspace(0, len(steps) - 1, 8).astype(int))
+    axes.set_xticks(shown + 0.5, [str(steps[i]) for i in shown])
+    every = max(1, values.shape[1] // 12)
+    pairs = range(0, values.shape[1], every)
+    axes.set_yticks([pair + 0.5 for pair in pairs], [f"{pair}, {pair + 1}" for pair in pairs])
+    axes.set_xlabel("optimizer step (one column for each measurement)")
+    axes.set_ylabel("pair of layers")
+    axes.set_title(title, fontsize=11)
+    figure.colorbar(image, ax=axes, label="|cos|; dimmed: s1/s2 < 1.02")
+    return figure
+
+
+def as_pixels(figure: Figure) -> np.ndarray:
+    """Returns a figure as an image, ``(height, width, 3)`` of bytes."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def save_figure(figure: Figure, path: Path) -> None:

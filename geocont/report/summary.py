@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from geocont.measures.continuity import chance
 from geocont.runs.directory import read_manifest
 from geocont.runs.store import read_arrays, read_metrics
@@ -20,7 +22,7 @@ SHOWN = (
 
 
 def print_summary(run_dir: Path) -> None:
-    """Prints where a run lies, how its headline measures moved, and how to look at them."""
+    """Prints where a run lies, how its headline measures moved, and how to look at them; draws its plots."""
     rows = read_metrics(run_dir)
     print(f"\n{read_manifest(run_dir)['status']}: {run_dir}")
     keys = {key for row in rows for key in row}
@@ -31,9 +33,34 @@ def print_summary(run_dir: Path) -> None:
                 print(
                     f"  {_label(label, key, run_dir):48} {values[0]:8.4g} -> {values[-1]:<8.4g}{_chance(key, run_dir)}"
                 )
+    plots = draw_plots(run_dir)
+    if plots:
+        print(f"  plots: {plots[0].parent}")
     command = dashboard_command(run_dir)
     if command:
         print(f"  dashboard: {command}")
+
+
+def draw_plots(run_dir: Path) -> list[Path]:
+    """Draws a heat map of every pair over training for weights and gradients, ``plots/weight-v1-hidden.png`` ..."""
+    from geocont.report.plots import heat_map, save_figure
+
+    written = []
+    measured = {key for row in read_metrics(run_dir) for key in row}
+    for key in sorted(
+        key for key in measured if key.startswith(("weight/v1/", "weight/u1/", "gradient/v1/", "gradient/u1/"))
+    ):
+        family, measure, projection = key.split("/")
+        pairs, known = read_arrays(run_dir, key), read_arrays(run_dir, f"{family}/defined/{projection}")
+        if not pairs or not next(iter(pairs.values())).size:
+            continue
+        values = np.stack(list(pairs.values()))
+        defined = np.stack([known[step] > 0 for step in pairs])
+        title = f"{measure} of adjacent layers' {family}s: {projection}"
+        path = run_dir / "plots" / f"{family}-{measure}-{projection}.png"
+        save_figure(heat_map(list(pairs), values, defined, title), path)
+        written.append(path)
+    return written
 
 
 def dashboard_command(run_dir: Path) -> str | None:
