@@ -128,6 +128,21 @@ class GeoContCLI(LightningCLI):
             options.name = options.name or config.run.name or directory.path.name
             options.group = options.group or config.run.experiment
 
+    def instantiate_classes(self) -> None:
+        """Builds model, data, callbacks and trainer; a run that fails here says so in its manifest."""
+        try:
+            super().instantiate_classes()
+        except BaseException as error:
+            self._close_run({"status": "failed", "error": _told(error)})
+            raise
+
+    def _close_run(self, outcome: dict[str, Any]) -> None:
+        """Writes how the run ended and lets other processes into its directory."""
+        if self.run_directory is not None and self.is_main_process:
+            os.environ.pop(RUN_DIR_VARIABLE, None)
+            self.run_directory.update_manifest(**outcome)
+            self.run_directory.release()
+
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         # Overrides a private method: the only place where LightningCLI lets go of switches that are off (None). A test
         # holds it.
@@ -169,15 +184,12 @@ class GeoContCLI(LightningCLI):
             outcome = {"status": "interrupted"}
             raise
         except BaseException as error:
-            outcome["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
+            outcome["error"] = _told(error)
             raise
         finally:
-            if self.is_main_process:
-                os.environ.pop(RUN_DIR_VARIABLE, None)
-                directory.update_manifest(**outcome, step=self.trainer.global_step, epoch=self.trainer.current_epoch)
-                if self.wandb_logger is not None:
-                    self.wandb_logger.finish(0 if outcome["status"] == "finished" else 1)
-                directory.release()
+            if self.is_main_process and self.wandb_logger is not None:
+                self.wandb_logger.finish(0 if outcome["status"] == "finished" else 1)
+            self._close_run(outcome | {"step": self.trainer.global_step, "epoch": self.trainer.current_epoch})
         if self.is_main_process:
             print_summary(directory.path)
 
@@ -187,6 +199,11 @@ class GeoContCLI(LightningCLI):
             config = self._parser("fit").dump(self.config.fit, format="json")
             manifest = self.run_directory.manifest
             self.wandb_logger.add_config({**json.loads(config), "manifest": manifest})
+
+
+def _told(error: BaseException) -> str:
+    error = _users_own(error) or error
+    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 def _run_options(config: Any) -> RunOptions:
@@ -221,8 +238,9 @@ def _users_own(error: BaseException | None) -> UserError | None:
 def _keep_the_terminal_readable() -> None:
     """Drops Lightning's advertisements and what it says of itself at every start; warnings about the run stay."""
     chatter = ("💡 Tip", "GPU available", "TPU available", "`weights_only` was not set", "Loading `train_dataloader`")
-    info = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    info.addFilter(lambda record: not record.getMessage().strip().startswith(chatter))
+    for name in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector"):
+        logger = logging.getLogger(f"lightning.pytorch.{name}")
+        logger.addFilter(lambda record: not record.getMessage().strip().startswith(chatter))
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=DeprecationWarning)
 

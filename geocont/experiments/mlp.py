@@ -190,9 +190,9 @@ def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> None:
         groups: dict[str, list[Curve]] = {}
         for row in rows:
             groups.setdefault(VARIANTS[row["variant"]].label, []).append(_curve(Path(row["run"]), key))
-        label = "v1: |cos| of adjacent layers' first right singular vectors"
-        draw_curves(axes, groups, title, label if key.startswith("weight") else "", chance("v1", WIDTH))
-    figure.axes[1].legend(loc="lower left", fontsize=9)
+        draw_curves(axes, groups, title, "v1 of adjacent layers, |cos|", chance("v1", WIDTH))
+        axes.label_outer()
+    figure.axes[1].legend(loc="center left", fontsize=9)
     data = json.loads((runner.out / PLAN_FILE).read_text())["data"]
     seeds = max(summary["seed"] for summary in rows) + 1
     figure.suptitle(

@@ -52,6 +52,7 @@ def draw_curves(
     if chance is not None:
         axes.axhline(chance, color="#666666", linewidth=1, linestyle=(0, (1, 2)), label=f"chance ({chance:.3f})")
     axes.set_xscale("symlog", linthresh=1)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("optimizer step")
