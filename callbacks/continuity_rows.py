@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from geocont.measures.continuity import full_table, light_table, summarise
+from geocont.measures.continuity import full_table, light_table, stacks_of_one_shape, summarise
 from geocont.weights import WeightMap
 
 
@@ -17,6 +16,8 @@ class ContinuityRows:
 
     Args:
         family: First part of the keys: ``weight``, ``gradient``, ``cumulative`` or ``update``.
+        warm: Whether leading subspaces start from those of the last firing. The gradients of two batches have less in
+            common than that is worth.
 
     Attributes:
         metrics: Key -> mean over pairs, of the current firing.
@@ -24,8 +25,8 @@ class ContinuityRows:
         skipped: Number of values that do not exist in the current firing.
     """
 
-    def __init__(self, family: str) -> None:
-        self.family = family
+    def __init__(self, family: str, warm: bool = True) -> None:
+        self.family, self.warm = family, warm
         self.starts: dict[str, Tensor] = {}  # projection and run of layers -> block that warms the next solve
         self.begin()
 
@@ -45,12 +46,12 @@ class ContinuityRows:
             keep_start: Whether the next firing starts from this one's subspaces. False for a firing that a resumed run
                 will not see, so that its numbers stay the same.
         """
-        runs = [torch.stack(list(run)) for _, run in groupby(matrices, key=lambda matrix: matrix.shape)]
+        runs = stacks_of_one_shape(matrices)
         values: dict[str, list[Tensor]] = {}
         for number, stack in enumerate(runs):
             key = f"{projection}/{number}"
             table = light_table(stack, self.starts.get(key))
-            if keep_start:
+            if self.warm and keep_start:
                 self.starts[key] = table.subspace.start
             measured = table.values | (full_table(stack, table.subspace) if full and len(stack) > 1 else {})
             for name, value in measured.items():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from callbacks.continuity_rows import ContinuityRows
 from callbacks.measuring import MeasuringCallback, Patterns
-from geocont.measures.continuity import leading_alignment, relative_norm
+from geocont.measures.continuity import leading_alignment, relative_norm, stacks_of_one_shape
 
 FAMILIES = ("gradient", "cumulative", "update", "weight")
 
@@ -43,7 +43,7 @@ class GradientCoherence(MeasuringCallback):
         weights: Patterns | None = None,
     ) -> None:
         super().__init__(every_n_steps, log_spaced, full_every_n_firings, weights)
-        self._rows = {family: ContinuityRows(family) for family in FAMILIES}
+        self._rows = {family: ContinuityRows(family, warm=family != "gradient") for family in FAMILIES}
         self._initial: dict[str, Tensor] = {}  # parameter -> W0
         self._cumulative: dict[str, Tensor] = {}  # parameter -> sum of its gradients
 
@@ -80,13 +80,13 @@ class GradientCoherence(MeasuringCallback):
             initial = self.map.gather(projection, self._initial)
             cumulative = self.map.gather(projection, self._cumulative)
             updates = [w - w0 for w, w0 in zip(weights, initial, strict=True)]
-            norms = [relative_norm(update, w0) for update, w0 in zip(updates, initial, strict=True)]
             self._rows["cumulative"].measure(projection, cumulative, full, keep_start=not final)
             self._rows["update"].measure(projection, updates, full, keep_start=not final)
-            self._rows["update"].add(projection, {"relative_norm": torch.stack(norms)})
+            self._rows["update"].add(projection, {"relative_norm": relative_norm(updates, initial)})
             if full:
-                values = [leading_alignment(w, c) for w, c in zip(weights, cumulative, strict=True)]
-                self._rows["weight"].add(projection, {"cumulative_alignment": torch.stack(values)})
+                stacks = zip(stacks_of_one_shape(weights), stacks_of_one_shape(cumulative), strict=True)
+                values = torch.cat([leading_alignment(w, c) for w, c in stacks])
+                self._rows["weight"].add(projection, {"cumulative_alignment": values})
         self.record(trainer, list(self._rows.values()), started, headline=("coherence", self._rows["gradient"]))
 
     def _gradients(self) -> dict[str, Tensor]:

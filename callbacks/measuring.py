@@ -105,6 +105,10 @@ class MeasuringCallback(RowCallback):
     ) -> None:
         super().__init__(Cadence(every_n_steps, log_spaced, full_every_n_firings))
         self.weights = weights
+        # Asked for at every hook of every step, so made once. It tells instances with different settings apart, so that
+        # each gets its own state back.
+        patterns = None if weights is None else {name: str(pattern) for name, pattern in weights.items()}
+        self._state_key = self._generate_state_key(cadence=str(self.cadence), weights=patterns)
         self.parameters: dict[str, torch.nn.Parameter] = {}  # name -> parameter that holds a mapped matrix
         self._map: WeightMap | None = None
 
@@ -120,9 +124,8 @@ class MeasuringCallback(RowCallback):
 
     @property
     def state_key(self) -> str:
-        """Distinguishes instances with different settings, so that each gets its own state back."""
-        patterns = None if self.weights is None else {name: str(pattern) for name, pattern in self.weights.items()}
-        return self._generate_state_key(cadence=str(self.cadence), weights=patterns)
+        """Key of this instance's state in checkpoints."""
+        return self._state_key
 
     @property
     def map(self) -> WeightMap:

@@ -158,8 +158,8 @@ def _krylov(w: Tensor, k: int, start: Tensor | None, tolerance: float) -> tuple[
     generator = torch.Generator(w.device).manual_seed(SEED)
     block = k + KEPT + FRESH
     # Other rows for each matrix: from common ones, vectors that are ill-defined would come out alike.
-    noise = torch.randn(batch, block, d, generator=generator, device=w.device, dtype=w.dtype)
-    noise = _orthonormal(noise if start is None else noise[:, :FRESH])  # (B, b, d)
+    fresh_rows = block if start is None else FRESH
+    noise = _orthonormal(torch.randn(batch, fresh_rows, d, generator=generator, device=w.device, dtype=w.dtype))
     product = _multiply(noise, w)
     scale = product.abs().amax((1, 2))  # a size of W for free: NaN or Inf if W has any, 0 only for a zero matrix
     x = torch.eye(k + KEPT, d, device=w.device, dtype=w.dtype).repeat(batch, 1, 1)  # what stays for zero (0) and

@@ -11,8 +11,9 @@ Sources: ``v1``, ``u1``, ``sigma2`` follow arXiv 2605.04971. Where that paper le
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -175,17 +176,23 @@ def _normalised(w: Tensor) -> Tensor:
     return w / torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True)
 
 
-def relative_norm(update: Tensor, initial: Tensor) -> Tensor:
-    """||W - W0||_F / ||W0||_F of an update W - W0 and the initial W0, ``(..., m, n)``; NaN where W0 is zero."""
-    scale = initial.norm(dim=(-2, -1))
-    return (update.norm(dim=(-2, -1)) / scale).masked_fill(scale == 0, math.nan)
+def relative_norm(updates: Sequence[Tensor], initial: Sequence[Tensor]) -> Tensor:
+    """||W - W0||_F / ||W0||_F of updates W - W0 and initial matrices W0, one for each; NaN where W0 is zero."""
+    norms = torch.stack(torch._foreach_norm(list(updates)))
+    scale = torch.stack(torch._foreach_norm(list(initial)))
+    return (norms / scale).masked_fill(scale == 0, math.nan)
 
 
 def leading_alignment(a: Tensor, b: Tensor) -> Tensor:
-    """abs <v1(A), v1(B)> of two matrices ``(m, n)``; NaN where one is zero or not finite."""
+    """abs <v1(A), v1(B)> of two stacks ``(L, m, n)`` -> ``(L,)``; NaN where one is zero or not finite."""
     one, other = leading_subspace(a, 1), leading_subspace(b, 1)
     bad = ~(one.s[..., 0] > 0) | ~(other.s[..., 0] > 0)
     return alignment(one.v[..., 0], other.v[..., 0]).masked_fill(bad, math.nan)
+
+
+def stacks_of_one_shape(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Returns neighbouring matrices of one shape as stacks ``(L, m, n)``: one stack unless layers differ."""
+    return [torch.stack(list(run)) for _, run in groupby(matrices, key=lambda matrix: matrix.shape)]
 
 
 def chance(measure: str, dimension: int) -> float | None:

@@ -192,3 +192,24 @@ def test_lightning_still_lets_go_of_switches_that_are_off() -> None:
 
     assert callable(LightningCLI._instantiate_trainer)
     assert "callback_keys" in LightningCLI.instantiate_trainer.__code__.co_names
+
+
+def test_an_offline_wandb_run_holds_every_key_on_the_step_axis(fit: Fit) -> None:
+    from tests.runs.test_wandb import inspect, read_history, run_file
+
+    online = [part for part in SMALL if part != "--logger.wandb=null"]
+    run = fit("run", *steps(60), "--logger.wandb.notes=a note", "--logger.wandb.tags=[x]", base=online)
+    rows = [row for row in read_history(run_file(run)) if "weight/v1/hidden" in row]
+    assert [row["trainer/global_step"] for row in rows] == [0, 1, 2, 4, 8, 16, 32, 50, 60]
+    light = ("v1", "u1", "topk_in", "topk_out", "cosine", "gap", "defined")
+    full = ("sigma2_in", "sigma2_out", "gram_in", "gram_out")
+    for family in ("weight", "gradient", "cumulative", "update"):
+        assert {f"{family}/{name}/hidden" for name in (*light, *full)} <= set(rows[1]), family
+    assert {"train/loss", "lr/adam", "measure/skipped", "measure/milliseconds"} <= set(rows[0])
+    assert all(value == value for row in rows for value in row.values() if isinstance(value, float)), "NaN"
+    assert rows[-1]["weight/heat_map/hidden"]["_type"] == "image-file"
+    found = inspect(run_file(run))
+    assert set(found["summary"]["weight/v1/hidden"]) == {"min", "max", "last"}
+    assert found["config"]["manifest"]["data"]["class"] == "geocont.data.images.Digits"
+    assert found["config"]["model"]["init_args"]["network"]["width"] == 24
+    assert run_file(run).stem == f"run-{json.loads((run / 'manifest.json').read_text())['run_id']}"

@@ -142,8 +142,10 @@ def test_gram_of_a_wide_matrix_needs_no_large_product() -> None:
 
 def test_relative_norm_and_alignment() -> None:
     w0 = torch.randn(4, 4)
-    assert relative_norm(0.5 * w0, w0).item() == pytest.approx(0.5)
-    assert relative_norm(w0, torch.zeros(4, 4)).isnan()
-    assert leading_alignment(w0, -3 * w0).item() == pytest.approx(1, abs=1e-5)
-    assert leading_alignment(w0, torch.zeros(4, 4)).isnan()
+    norms = relative_norm([0.5 * w0, w0], [w0, torch.zeros(4, 4)])
+    assert norms[0].item() == pytest.approx(0.5)
+    assert norms[1].isnan()
+    aligned = leading_alignment(torch.stack([w0, w0]), torch.stack([-3 * w0, torch.zeros(4, 4)]))
+    assert aligned[0].item() == pytest.approx(1, abs=1e-5)
+    assert aligned[1].isnan()
     assert cosine(torch.stack([w0, -w0]), torch.ones(2)).item() == pytest.approx(-1, abs=1e-6)
