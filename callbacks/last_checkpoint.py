@@ -13,7 +13,7 @@ from geocont.errors import UserError
 
 
 class LastCheckpoint(Checkpoint):
-    """Keeps ``last.ckpt``: replaced every so many optimizer steps, at the end, and when SIGTERM asks to stop.
+    """Keeps ``last.ckpt``: written at the start, every so many optimizer steps, at the end, and on SIGTERM.
 
     Args:
         every_n_steps: Save every so many optimizer steps.
@@ -29,8 +29,9 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts the step that training starts from as saved."""
-        self._saved_step = trainer.global_step
+        """Saves the initial state of a new run, so that there is something to resume from whenever it is killed."""
+        self._saved_step = trainer.global_step if trainer.ckpt_path else -1
+        self._save(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Saves at multiples of ``every_n_steps``, and where training stops within an epoch.

@@ -50,12 +50,14 @@ def _mlp(options: Namespace) -> int:
 
     from geocont.experiments import mlp
     from geocont.experiments.runner import Runner
+    from geocont.report.summary import leet_command
 
     variants = choose(options.variants, mlp.VARIANTS)
     out = options.out or Path("runs/reproduce") / f"mlp-{options.preset}"
     jobs = mlp.jobs(options.preset, options.data, variants, options.seeds)
     runner = Runner(out, mlp.plan(options.preset, options.data), jobs, options.jobs)
     console = Console(highlight=False)
+    console.print(f"{len(jobs)} runs; live: {leet_command(runner.folder(jobs[0]) / 'wandb')}", soft_wrap=True)
     runner.run(console)
     rows = mlp.report(runner, console)
     write_rows(options.json, rows)

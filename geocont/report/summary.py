@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +68,16 @@ def draw_plots(run_dir: Path) -> list[Path]:
 def dashboard_command(run_dir: Path) -> str | None:
     """Returns the command for the run's dashboard in a terminal, live while it trains; None without W&B files."""
     folder = run_dir / "wandb"
-    return f"wandb leet {folder}" if folder.is_dir() else None
+    return leet_command(folder) if folder.is_dir() else None
+
+
+def leet_command(folder: Path) -> str:
+    """Returns ``wandb leet FOLDER`` as it can be typed here, whether or not the virtual environment is active."""
+    ours = Path(sys.executable).with_name("wandb")
+    found = shutil.which("wandb")
+    if found and Path(found) == ours:
+        return f"wandb leet {folder}"
+    return f"{ours.relative_to(Path.cwd()) if ours.is_relative_to(Path.cwd()) else ours} leet {folder}"
 
 
 def _label(label: str, key: str, run_dir: Path) -> str:

@@ -75,6 +75,26 @@ def test_parts_equal_the_whole_bit_for_bit(fit: Fit, geocont: Command, first: in
     assert states[0]["lr_schedulers"] == states[1]["lr_schedulers"]
 
 
+def test_a_run_killed_before_its_first_regular_checkpoint_resumes_from_its_start(fit: Fit, geocont: Command) -> None:
+    whole = fit("whole", *steps(7), *EVERY)
+    part = fit("part", *steps(7), *EVERY, "--callbacks.last_checkpoint.dirpath=elsewhere")  # leaves none behind
+    assert not (part / "checkpoints").exists()
+
+    class Killed(Exception):
+        """Stands for kill -9: nothing is saved."""
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("geocont.modules.ResidualMLPModule.validation_step", kill)
+        patch.setattr("geocont.modules.ResidualMLPModule.training_step", kill)
+        with pytest.raises(Killed):
+            geocont("fit", *SMALL, *steps(7), *EVERY, "--run.dir=early")
+    assert geocont("fit", "--resume=early")[0] == 0
+    assert same(weights_of(whole), weights_of(whole.parent / "early"))
+
+
 def test_resume_last_takes_the_newest_run_of_the_experiment(geocont: Command, folder: Path) -> None:
     for seed in (1, 2):
         status, out, err = geocont("fit", *SMALL, *steps(2), "--run.experiment=e", f"--seed_everything={seed}")

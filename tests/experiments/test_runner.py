@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -55,7 +56,7 @@ def test_killed_shared_and_repeated_starts_train_each_run_once(tmp_path: Path) -
     assert rows[0]["steps"] == 88
     assert all(row["gradient_v1_init"] > 0.9 for row in rows)
     assert "Res+ReLU" in out
-    assert "wandb leet out/runs/res_relu-seed0/wandb" in out
+    assert re.search(r"dashboard \S*wandb leet out/runs/res_relu-seed0/wandb", out)
     for name in ("table.md", "table.csv", "runs.csv", "continuity.png"):
         assert (tmp_path / "out" / name).stat().st_size > 0
     other = start(tmp_path, "--data", "elsewhere/mnist")
