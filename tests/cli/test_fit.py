@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ def test_a_run_leaves_everything_that_tells_it(fit: Fit) -> None:
     assert manifest["seed"] == 0
     assert manifest["data"]["class"] == "geocont.data.images.Digits"
     assert len(manifest["data"]["fingerprint"]) == 33
-    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["versions"]["torch"] == importlib.metadata.version("torch")
     assert manifest["command"].startswith("geocont fit --config ")
     assert set(manifest["git"] or {"commit": 0, "dirty": 0}) == {"commit", "dirty"}
     config = yaml.safe_load((run / "config.yaml").read_text())
