@@ -38,7 +38,7 @@ def run(command: str, arguments: Sequence[str]) -> int:
     """Runs a training command; returns 0, or 143 after SIGTERM."""
     _check_callbacks_package()
     _keep_the_terminal_readable()
-    sys.argv = ["geocont", command, *with_resumed_run(with_found_configs(arguments))]
+    sys.argv = [sys.argv[0], command, *with_resumed_run(with_found_configs(arguments))]
     defaults = {"default_config_files": [str(conf_folder() / "base.yaml")]}
     try:
         GeoContCLI(
@@ -84,6 +84,7 @@ class GeoContCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses the options; a run that is resumed has been put in front of them by :func:`run`."""
         super().parse_arguments(parser, args)
+        self.is_main_process = RUN_DIR_VARIABLE not in os.environ
         options = self.config[self.config.subcommand]
         checkpoint = options.get("ckpt_path")
         if checkpoint in ("last", "best", "hpc"):
@@ -94,7 +95,8 @@ class GeoContCLI(LightningCLI):
             return
         if self.config.subcommand != "fit":
             raise UserError("--resume continues training; give the checkpoint of a run with --ckpt_path")
-        self.run_directory = RunDirectory.reopen(Path(options.resume))
+        path = Path(options.resume)
+        self.run_directory = RunDirectory.reopen(path) if self.is_main_process else RunDirectory.open_beside(path)
         options.run.dir, options.resume = options.resume, None
         options.ckpt_path = str(self.run_directory.last_checkpoint)
 
@@ -104,9 +106,8 @@ class GeoContCLI(LightningCLI):
             return
         config = self.config.fit
         resumed = self.run_directory is not None
-        self.is_main_process = RUN_DIR_VARIABLE not in os.environ
         if not self.is_main_process:
-            self.run_directory = RunDirectory(Path(os.environ[RUN_DIR_VARIABLE]), run_id="")
+            self.run_directory = RunDirectory.open_beside(Path(os.environ[RUN_DIR_VARIABLE]))
         elif self.run_directory is None:
             self.run_directory = RunDirectory.create(_run_options(config))
         directory = self.run_directory

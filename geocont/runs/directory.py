@@ -89,6 +89,11 @@ class RunDirectory:
         run.lock()
         return run
 
+    @classmethod
+    def open_beside(cls, path: Path) -> RunDirectory:
+        """Opens a run's directory for a process that works beside the one that made it (another device's)."""
+        return cls(path, read_manifest(path)["run_id"])
+
     def lock(self) -> None:
         """Keeps other processes out until this one ends, however it ends.
 

@@ -173,3 +173,18 @@ def test_a_run_that_goes_on_is_not_resumed_by_a_second_process(tmp_path: Path) -
     process.kill()
     assert second.returncode == 2
     assert "is being written by another process" in second.stderr
+
+
+def test_two_processes_on_the_processor_make_one_run_and_resume_it(tmp_path: Path) -> None:
+    """Lightning starts the command again for each device: every process once made a run of its own."""
+    ddp = [f"--trainer.{key}" for key in ("devices=2", "strategy=ddp", "max_epochs=1", "limit_train_batches=6")]
+    options = [*SMALL[:2], *SMALL[3:], *ddp]  # with W&B
+    first = run("fit", *options, "--run.dir=run", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    second = run("fit", "--resume=run", "--trainer.max_epochs=2", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    steps = [row["step"] for row in read_metrics(tmp_path / "run")]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 12
+    assert not (tmp_path / "runs").exists()
+    assert len(list((tmp_path / "run/wandb").glob("offline-run-*"))) == 2  # one for each session, of one identity
