@@ -99,7 +99,9 @@ class Collector:
             skipped: Number of values that do not exist, summed over callbacks as ``measure/skipped``.
             milliseconds: What the measuring cost, summed as ``measure/milliseconds``.
         """
-        if self._row is None or self._row.step != trainer.global_step:
+        if self._row is not None and self._row.step != trainer.global_step:
+            self.flush(trainer)  # several optimizers step within a batch
+        if self._row is None:
             self._row = Row(trainer.global_step)
         row = self._row
         new = {key: float(value) for key, value in metrics.items() if math.isfinite(value)}

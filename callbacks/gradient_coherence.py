@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from callbacks.continuity_rows import ContinuityRows
 from callbacks.measuring import MeasuringCallback, Patterns
@@ -43,13 +44,18 @@ class GradientCoherence(MeasuringCallback):
         weights: Patterns | None = None,
     ) -> None:
         super().__init__(every_n_steps, log_spaced, full_every_n_firings, weights)
-        self._rows = {family: ContinuityRows(family, warm=family != "gradient") for family in FAMILIES}
+        self._rows = _all_rows()
+        self._owned: dict[int, dict[str, torch.nn.Parameter]] = {}  # optimizer -> the parameters that it steps
         self._initial: dict[str, Tensor] = {}  # parameter -> W0
         self._cumulative: dict[str, Tensor] = {}  # parameter -> sum of its gradients
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps W0, unless a checkpoint brought it."""
+        """Keeps W0, unless a checkpoint brought it; what an earlier training left is forgotten."""
         super().on_train_start(trainer, pl_module)
+        self._owned = {}
+        if not self.restored():
+            self._initial, self._cumulative = {}, {}
+            self._rows = _all_rows()
         for name, parameter in self.parameters.items():
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             for kept in (self._initial, self._cumulative):
@@ -59,9 +65,9 @@ class GradientCoherence(MeasuringCallback):
                 self._initial[name] = parameter.detach().to(dtype, copy=True)
                 self._cumulative[name] = torch.zeros_like(self._initial[name])
 
-    def every_step(self) -> None:
-        """Adds this step's gradients to the cumulative ones."""
-        gradients = self._gradients()
+    def every_step(self, optimizer: Optimizer) -> None:
+        """Adds the gradients that this optimizer steps on to the cumulative ones."""
+        gradients = {name: p.grad for name, p in self._stepped_by(optimizer).items() if p.grad is not None}
         if gradients:
             torch._foreach_add_([self._cumulative[name] for name in gradients], list(gradients.values()))
 
@@ -89,6 +95,12 @@ class GradientCoherence(MeasuringCallback):
                 self._rows["weight"].add(projection, {"cumulative_alignment": values})
         self.record(trainer, list(self._rows.values()), started, headline=("coherence", self._rows["gradient"]))
 
+    def _stepped_by(self, optimizer: Optimizer) -> dict[str, torch.nn.Parameter]:
+        if id(optimizer) not in self._owned:
+            theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._owned[id(optimizer)] = {name: p for name, p in self.parameters.items() if id(p) in theirs}
+        return self._owned[id(optimizer)]
+
     def _gradients(self) -> dict[str, Tensor]:
         """Returns parameter -> gradient, without parameters that have none (frozen, or not used in this step)."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -100,6 +112,11 @@ class GradientCoherence(MeasuringCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of a checkpoint."""
+        super().load_state_dict(state_dict)
         self._initial, self._cumulative = dict(state_dict["initial"]), dict(state_dict["cumulative"])
         for family, starts in state_dict["starts"].items():
             self._rows[family].load_state_dict(starts)
+
+
+def _all_rows() -> dict[str, ContinuityRows]:
+    return {family: ContinuityRows(family, warm=family != "gradient") for family in FAMILIES}

@@ -40,8 +40,8 @@ class RowCallback(Callback):
         """Measures the current state and hands the values to the collector; ``full`` asks for the full table."""
         raise NotImplementedError
 
-    def every_step(self) -> None:
-        """Does what must be done at every optimizer step, fired or not (accumulating gradients)."""
+    def every_step(self, optimizer: Optimizer) -> None:
+        """Does what must be done at every step of an optimizer, fired or not (accumulating gradients)."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Joins the trainer's collector."""
@@ -59,7 +59,7 @@ class RowCallback(Callback):
         if step == self._last_step:
             return  # an optimizer that evaluates its closure again
         self._last_step = step
-        self.guarded(trainer, self.every_step)
+        self.guarded(trainer, lambda: self.every_step(optimizer))
         if self.cadence.fires(step):
             self.guarded(trainer, lambda: self.fire(trainer, optimizer, self.cadence.is_full(step)))
 
@@ -108,9 +108,19 @@ class MeasuringCallback(RowCallback):
         # Asked for at every hook of every step, so made once. It tells instances with different settings apart, so that
         # each gets its own state back.
         patterns = None if weights is None else {name: str(pattern) for name, pattern in weights.items()}
-        self._state_key = self._generate_state_key(cadence=str(self.cadence), weights=patterns)
+        self._state_key = self._generate_state_key(weights=patterns, cadence=str(self.cadence))
         self.parameters: dict[str, torch.nn.Parameter] = {}  # name -> parameter that holds a mapped matrix
         self._map: WeightMap | None = None
+        self._restored = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of a checkpoint; a subclass with state calls this too."""
+        self._restored = True
+
+    def restored(self) -> bool:
+        """Tells, once, whether the training that starts continues from a checkpoint."""
+        restored, self._restored = self._restored, False
+        return restored
 
     def measure(self, trainer: Trainer, full: bool, final: bool) -> None:
         """Measures the current state of ``self.parameters`` and hands the values to :meth:`record`.
@@ -127,6 +137,14 @@ class MeasuringCallback(RowCallback):
         """Key of this instance's state in checkpoints."""
         return self._state_key
 
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Takes the state of the same callback at another cadence, where a resumed run has changed that."""
+        states = checkpoint.get("callbacks", {})
+        same = self._state_key.split("'cadence'")[0]
+        found = [key for key in states if key.startswith(same)]
+        if found and self._state_key not in states:
+            self.load_state_dict(states[found[0]])
+
     @property
     def map(self) -> WeightMap:
         """The matrices that this callback looks at; found in ``setup``."""
@@ -137,6 +155,9 @@ class MeasuringCallback(RowCallback):
         """Finds the matrices, so that a pattern which does not fit is reported before training starts."""
         if stage == "fit":
             self._map = find_weights(pl_module, self.weights, type(self).__name__)
+            for projection, layers in self._map.projections.items():
+                if len(layers) == 1:
+                    rank_zero_warn(f"{type(self).__name__}: {projection} has one matrix, so no pair to compare")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Joins the trainer's collector and looks the parameters up, once."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from callbacks.collector import Collector, takes_images
@@ -45,6 +45,12 @@ class WeightContinuity(MeasuringCallback):
         self._rows = ContinuityRows("weight")
         self._history: dict[str, list[Tensor]] = {}  # projection -> for each firing (step, values, defined), (1 + 2 P,)
         self._drawn = time.monotonic()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forgets what an earlier training left, unless a checkpoint brought it."""
+        super().on_train_start(trainer, pl_module)
+        if not self.restored():
+            self._rows, self._history = ContinuityRows("weight"), {}
 
     def measure(self, trainer: Trainer, full: bool, final: bool) -> None:
         """Measures W_s."""
@@ -85,5 +91,6 @@ class WeightContinuity(MeasuringCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of a checkpoint."""
+        super().load_state_dict(state_dict)
         self._rows.load_state_dict(state_dict["weight"])
         self._history = {projection: list(table) for projection, table in state_dict["history"].items()}

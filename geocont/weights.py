@@ -194,8 +194,10 @@ def _check_shape(projection: str, pattern: WeightPattern, name: str, shape: tupl
     if len(shape) != 2:
         raise UserError(f"weights.{projection}: {name} has shape {shape}, but only matrices have singular vectors")
     out_in = shape[::-1] if pattern.transposed else shape
+    if pattern.side not in (None, "reads", "writes", "both"):
+        raise UserError(f"weights.{projection}: side must be reads, writes or both, got {pattern.side!r}")
     for what, part, size in (("rows", pattern.rows, out_in[0]), ("columns", pattern.columns, out_in[1])):
-        if part and not 0 <= part[0] < part[1] <= size:
+        if part and not (len(part) == 2 and 0 <= part[0] < part[1] <= size):
             raise UserError(f"weights.{projection}: {what} {list(part)} do not lie within the {size} of {name}")
 
 

@@ -42,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command not in COMMANDS:
             raise UserError(f"{command!r} is not a command{nearest(command, COMMANDS)}; see geocont --help")
         return importlib.import_module(COMMANDS[command][0]).run(command, rest) or 0
+    except KeyboardInterrupt:
+        print("geocont: interrupted", file=sys.stderr)
+        return 130
     except UserError as error:
         print(f"geocont: error: {error}", file=sys.stderr)
         return 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 
-from geocont.cli.options import Parser, add_json_option, write_rows
+from geocont.cli.options import Parser, add_json_option, check_json_path, write_rows
 
 BENCHES = {
     "callbacks": "what GradientCoherence and WeightContinuity add to a training of the 16 x 256 residual MLP",
@@ -21,6 +21,7 @@ def run(command: str, arguments: Sequence[str]) -> int:
     parser.parse_args(arguments[:1])
     name = arguments[0]
     options = _parser(name).parse_args(arguments[1:])
+    check_json_path(options.json)
     rows = _rows(name, options)
     print(as_table(rows))
     write_rows(options.json, rows)

@@ -43,10 +43,20 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as a list of flat rows")
 
 
+def check_json_path(path: Path | None) -> None:
+    """Raises a :class:`UserError`, before hours of work, if rows could not be written there."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8"):
+                pass
+        except OSError as error:
+            raise UserError(f"--json: {path} cannot be written: {error.strerror}") from error
+
+
 def write_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
     """Writes rows for ``--json``, if a file was asked for."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(list(rows), indent=1) + "\n", encoding="utf-8")
 
 

@@ -40,7 +40,8 @@ class GeoContParser(LightningArgumentParser):
     def _nearest_key(self, unknown: str) -> str:
         keys = {action.dest for action in self._actions if not action.dest.endswith(".help")}
         if "." not in unknown:
-            return nearest(unknown, {key.rsplit(".", 1)[-1] for key in keys})
+            last = {key.rsplit(".", 1)[-1] for key in keys}
+            return "" if unknown in last else nearest(unknown, last)
         parts = unknown.split(".")
         for depth in range(len(parts), 1, -1):  # a key may go deeper than those of this parser, into a class's own
             beginning = ".".join(parts[:depth])

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from geocont.cli.options import Parser, add_json_option, nearest, words, write_rows
+from geocont.cli.options import Parser, add_json_option, check_json_path, nearest, words, write_rows
 from geocont.errors import UserError
 
 EXPERIMENTS = {"mlp": "residual MLPs: what makes adjacent layers line up (arXiv 2605.04971)"}
@@ -52,6 +52,7 @@ def _mlp(options: Namespace) -> int:
     from geocont.experiments.runner import Runner
     from geocont.report.summary import leet_command
 
+    check_json_path(options.json)
     variants = choose(options.variants, mlp.VARIANTS)
     out = options.out or Path("runs/reproduce") / f"mlp-{options.preset}"
     jobs = mlp.jobs(options.preset, options.data, variants, options.seeds)
@@ -72,6 +73,8 @@ def choose(given: Sequence[str], valid: Iterable[str]) -> list[str]:
     """
     valid = list(valid)
     wanted = [word for text in given for word in words(text)]
+    if not wanted:
+        raise UserError(f"--variants: name some of {', '.join(valid)}")
     for word in wanted:
         if word not in valid and word != "all":
             raise UserError(f"--variants: {word!r} is none of {', '.join(valid)}{nearest(word, valid)}")

@@ -15,16 +15,17 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 import callbacks
 from geocont.cli.arguments import with_found_configs, with_resumed_run
-from geocont.cli.parsing import GeoContParser
+from geocont.cli.parsing import GeoContParser, essence
 from geocont.conf import conf_folder
 from geocont.errors import UserError
 from geocont.report.summary import print_summary
 from geocont.runs.checkpoint_io import AtomicCheckpointIO
 from geocont.runs.directory import CHECKPOINTS, CONFIG_FILE, RunDirectory, RunOptions, describe_environment
+from geocont.runs.files import write_atomically
 from geocont.runs.store import RunStore
 from geocont.runs.wandb import WandbRunLogger
 
@@ -38,7 +39,8 @@ def run(command: str, arguments: Sequence[str]) -> int:
     """Runs a training command; returns 0, or 143 after SIGTERM."""
     _check_callbacks_package()
     _keep_the_terminal_readable()
-    sys.argv = [sys.argv[0], command, *with_resumed_run(with_found_configs(arguments))]
+    found = with_found_configs(arguments, {"callbacks": callback_switches(), "logger": ("wandb",)})
+    sys.argv = [sys.argv[0], command, *with_resumed_run(found)]
     defaults = {"default_config_files": [str(conf_folder() / "base.yaml")]}
     try:
         GeoContCLI(
@@ -52,6 +54,12 @@ def run(command: str, arguments: Sequence[str]) -> int:
         return SIGTERM_STATUS
     except UserError:
         raise
+    except RuntimeError as error:
+        if "loading state_dict" in str(error):
+            raise UserError(f"ckpt_path: the checkpoint does not fit the model: {essence(str(error))[:300]}") from error
+        raise _users_own(error) or error from None
+    except MisconfigurationException as error:
+        raise _users_own(error) or UserError(essence(str(error))) from error
     except Exception as error:
         raise _users_own(error) or error from None
     return 0
@@ -113,8 +121,9 @@ class GeoContCLI(LightningCLI):
         directory = self.run_directory
         if self.is_main_process:
             os.environ[RUN_DIR_VARIABLE] = str(directory.path)
-            parser = self._parser("fit")
-            parser.save(config, directory.path / CONFIG_FILE, skip_none=False, overwrite=True, multifile=False)
+            self._config_text = self._parser("fit").dump(config, skip_none=False)
+            if not resumed:  # a resumed run keeps its configuration until the new one has proved to fit
+                write_atomically(directory.path / CONFIG_FILE, self._config_text)
             environment = describe_environment()
             if resumed:
                 environment = {"resumed": environment}
@@ -135,7 +144,18 @@ class GeoContCLI(LightningCLI):
             super().instantiate_classes()
         except BaseException as error:
             self._close_run({"status": "failed", "error": _told(error)})
+            if isinstance(error, Exception) and _users_own(error) is None:
+                # Parser, Trainer and classes say what they cannot take in exceptions of many kinds.
+                raise UserError(f"{type(error).__name__}: {essence(str(error))}") from error
             raise
+
+    def _parse_ckpt_path(self) -> None:
+        """Checks a checkpoint before anything is built, and leaves a resumed run its own configuration."""
+        checkpoint = self.config[self.config.subcommand].get("ckpt_path")
+        if checkpoint is not None:
+            AtomicCheckpointIO().load_checkpoint(checkpoint)
+        if self.run_directory is None:
+            super()._parse_ckpt_path()
 
     def _close_run(self, outcome: dict[str, Any]) -> None:
         """Writes how the run ended and lets other processes into its directory."""
@@ -178,6 +198,7 @@ class GeoContCLI(LightningCLI):
             if self.is_main_process:
                 data = {"class": _class_path(self.datamodule), "fingerprint": fingerprint() if fingerprint else None}
                 directory.update_manifest(data=data)
+                write_atomically(directory.path / CONFIG_FILE, self._config_text)
                 self._describe_to_wandb()
             self.trainer.fit(model, **kwargs)
             outcome = {"status": "finished" if self.trainer.state.finished else "interrupted"}
@@ -238,6 +259,7 @@ def _users_own(error: BaseException | None) -> UserError | None:
 
 def _keep_the_terminal_readable() -> None:
     """Drops Lightning's advertisements and what it says of itself at every start; warnings about the run stay."""
+    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
     chatter = ("💡 Tip", "GPU available", "TPU available", "`weights_only` was not set", "Loading `train_dataloader`")
     for name in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector"):
         logger = logging.getLogger(f"lightning.pytorch.{name}")

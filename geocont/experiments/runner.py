@@ -65,6 +65,8 @@ class Runner:
     def __init__(self, out: Path, plan: dict[str, Any], jobs: Sequence[Job], parallel: int | None = None) -> None:
         self.out = out
         self.jobs = list(jobs)
+        if parallel is not None and parallel < 1:
+            raise UserError(f"--jobs must be at least 1, got {parallel}")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.parallel = max(1, min(parallel or cores, len(self.jobs)))
         self.threads = max(1, cores // self.parallel)
@@ -121,16 +123,21 @@ class Runner:
 
     def _check_plan(self, plan: dict[str, Any]) -> None:
         path = self.out / PLAN_FILE
-        with FileLock(self.out / ".plan.lock"):
+        with self._plan_lock():
             if not path.exists():
                 write_json(path, plan)
-            elif (found := json.loads(path.read_text())) != plan:
+            elif (found := _read_plan(path)) != plan:
                 differing = [key for key in {*found, *plan} if found.get(key) != plan.get(key)]
                 key = sorted(differing)[0]
                 raise UserError(
                     f"--out: {self.out} holds an experiment with {key} {found.get(key)!r}, not {plan.get(key)!r};"
                     " give another --out, or the same options to continue it"
                 )
+
+    def _plan_lock(self) -> FileLock:
+        if not os.access(self.out, os.W_OK):
+            raise UserError(f"--out: {self.out} cannot be written")
+        return FileLock(self.out / ".plan.lock")
 
     def _claim(self, job: Job) -> FileLock | None:
         """Returns the job's lock, or None while another runner, or a training that outlived its runner, has it."""
@@ -188,6 +195,14 @@ class Runner:
 
     def _describe(self, running: dict[Job, Any]) -> str:
         return "runs: " + (", ".join(job.name for job in running) or "waiting for another runner")
+
+
+def _read_plan(path: Path) -> dict[str, Any]:
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        return plan | {}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--out: {path} is not the plan of an experiment; give another --out") from error
 
 
 def is_done(run_dir: Path) -> bool:

@@ -83,7 +83,7 @@ def full_table(w: Tensor, subspace: LeadingSubspace | None = None) -> dict[str, 
             ``NEGLIGIBLE``: the gradients of small batches have few directions.
     """
     w = _at_least_float32(w)
-    norms = torch.linalg.vector_norm(w, dim=(-2, -1))
+    norms = torch.linalg.vector_norm(w, dim=(-2, -1), dtype=torch.float64)  # where no square vanishes
     if subspace is not None and bool(((subspace.s / norms[:, None]).square().sum(-1) > 1 - NEGLIGIBLE).all()):
         u, s, v = subspace.u, subspace.s, subspace.v
     else:
@@ -102,8 +102,12 @@ def alignment(a: Tensor, b: Tensor) -> Tensor:
 
 
 def subspace_overlap(a: Tensor, b: Tensor) -> Tensor:
-    """Squared overlap of two subspaces, ||A^T B||_F^2 / k in [0, 1], from orthonormal bases ``(..., d, k)``."""
-    return (a.mT @ b).square().sum((-2, -1)) / a.shape[-1]
+    """Squared overlap of two subspaces, ||A^T B||_F^2 / k in [0, 1], from orthonormal bases ``(..., d, k)``.
+
+    Zero columns, of matrices whose rank is below k, do not count: k is then the smaller rank.
+    """
+    ranks = torch.minimum(*(basis.square().sum(-2).round().sum(-1) for basis in (a, b)))
+    return (a.mT @ b).square().sum((-2, -1)) / ranks
 
 
 def cosine(w: Tensor, scale: Tensor) -> Tensor:
@@ -135,7 +139,7 @@ def sigma2(s: Tensor, vectors: Tensor) -> Tensor:
 
     The weights are those of the lower layer of the pair; an exchange of two indices costs, as the paper weights it.
     """
-    weights = s[:-1].square()
+    weights = (s[:-1] / s[:-1, :1]).square()
     pairs = (vectors[:-1] * vectors[1:]).sum(-2).abs()
     value = (weights * pairs).sum(-1) / weights.sum(-1)
     return value.masked_fill(~(s[1:, 0] > 0), math.nan)

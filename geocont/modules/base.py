@@ -1,10 +1,9 @@
-"""What the LightningModules of all model families share: optimizer, schedule, weight map, exact resumption."""
+"""What the LightningModules of all model families share: optimizer, schedule and weight map."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -43,17 +42,3 @@ class GeoModule(LightningModule):
             group.setdefault("name", type(optimizer).__name__.lower())  # the rule in lr/{rule}
         scheduler = self.schedule.build(optimizer, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the random state, so that dropout after a resume is that of an uninterrupted run."""
-        checkpoint["random_state"] = torch.get_rng_state()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keeps the random state until training starts, since what is set up before may draw numbers."""
-        self._random_state = checkpoint.get("random_state")
-
-    def on_train_start(self) -> None:
-        """Restores the random state of a checkpoint."""
-        state, self._random_state = getattr(self, "_random_state", None), None
-        if state is not None:
-            torch.set_rng_state(state.cpu())

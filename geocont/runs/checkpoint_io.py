@@ -42,7 +42,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             UserError: The file is not there or is not a checkpoint.
         """
         try:
-            return torch.load(path, map_location=map_location, weights_only=True)
+            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
         except FileNotFoundError as error:
             raise UserError(f"ckpt_path: {path} is not there") from error
         except Exception as error:
@@ -50,3 +50,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise UserError(
                 f"ckpt_path: {path} cannot be read as a checkpoint of tensors and plain values: {reason}"
             ) from error
+        if not isinstance(checkpoint, dict) or not {"state_dict", "global_step"} <= checkpoint.keys():
+            raise UserError(
+                f"ckpt_path: {path} is not a checkpoint of a training: it has no state_dict and global_step"
+            )
+        return checkpoint

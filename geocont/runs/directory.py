@@ -66,7 +66,7 @@ class RunDirectory:
         """
         run_id = secrets.token_hex(4)
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        name = "-".join(filter(None, (stamp, options.name, run_id)))
+        name = "-".join(filter(None, (stamp, (options.name or "").replace("/", "-"), run_id)))
         path = Path(options.dir) if options.dir else Path(options.root) / options.experiment / name
         if (path / MANIFEST_FILE).exists():
             raise UserError(f"run.dir: {path} holds a run already; continue it with --resume {path}, or name another")
@@ -106,6 +106,8 @@ class RunDirectory:
             raise UserError(
                 f"{self.path} is being written by another process; wait for it, or start a new run"
             ) from error
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def release(self) -> None:
         """Lets other processes in."""
@@ -135,8 +137,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         UserError: The folder is not that of a run.
     """
     try:
-        return json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
+        return manifest | {"run_id": str(manifest["run_id"])}
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is not the directory of a run: it has no readable {MANIFEST_FILE}") from error
 
 

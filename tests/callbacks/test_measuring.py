@@ -235,3 +235,44 @@ def test_a_plain_wandb_logger_gets_one_row_for_each_measured_step(tmp_path: Path
     assert [row["trainer/global_step"] for row in rows] == [0, 1, 2, 4, 5]
     assert all("weight/v1/hidden" in row for row in rows)
     assert ["train/loss" in row for row in rows] == [*[logs] * 4, False]
+
+
+class TwoOptimizers(Stranger):
+    """Steps the blocks at every third batch and the head at every batch, by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: tuple, batch_idx: int) -> None:  # type: ignore[override]
+        blocks, head = self.optimizers()
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.manual_backward(loss)
+        self.log("train/loss", loss)
+        head.step()
+        head.zero_grad()
+        if batch_idx % 3 == 2:
+            self.summed = [total + block.weight.grad for total, block in zip(self.summed, self.blocks, strict=True)]
+            blocks.step()
+            blocks.zero_grad()
+
+    def configure_optimizers(self) -> list:  # type: ignore[override]
+        self.summed = [torch.zeros_like(block.weight) for block in self.blocks]
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.blocks, self.head)]
+
+
+def test_several_optimizers_sum_what_each_steps_on_and_lose_no_row() -> None:
+    """Gradients that another optimizer left for later were added again at each of its steps."""
+    module, callback = TwoOptimizers(), GradientCoherence(1, weights=PATTERNS)
+    _, rows = train(module, [callback], steps=12)
+    for i, total in enumerate(module.summed):
+        assert torch.allclose(callback._cumulative[f"blocks.{i}.weight"], total, atol=1e-6)
+    assert [step for step, row in rows.rows if "gradient/v1/hidden" in row] == list(range(12))
+
+
+def test_callbacks_used_again_start_anew() -> None:
+    """In a loop over folds, the second model was measured against the first one's initial weights."""
+    callbacks = both()
+    train(Stranger(), callbacks, steps=3)
+    _, again = train(Stranger(lr=0.2), callbacks, steps=3)
+    _, fresh = train(Stranger(lr=0.2), both(), steps=3)
+    key = "update/relative_norm/hidden"
+    assert again.measured(key) == pytest.approx(fresh.measured(key))

@@ -94,6 +94,92 @@ def test_a_run_killed_before_its_first_regular_checkpoint_resumes_from_its_start
             geocont("fit", *SMALL, *steps(7), *EVERY, "--run.dir=early")
     assert geocont("fit", "--resume=early")[0] == 0
     assert same(weights_of(whole), weights_of(whole.parent / "early"))
+    losses = [
+        {row["step"]: row.get("train/loss") for row in read_metrics(run)} for run in (whole, whole.parent / "early")
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_stops_at_the_ends_of_shortened_epochs_lose_nothing(fit: Fit, geocont: Command, accumulate: int) -> None:
+    """Saved after the last batch of an epoch that uses a part of the data, a run went on within that epoch."""
+    short = ("--trainer.limit_train_batches=9", f"--trainer.accumulate_grad_batches={accumulate}")
+    per_epoch = 9 // accumulate
+    whole = fit("whole", *steps(3 * per_epoch + 1), *short)
+    part = fit("part", *steps(per_epoch), *short)
+    for total in (2 * per_epoch, 3 * per_epoch + 1):
+        status, out, err = geocont("fit", "--resume=part", *steps(total))
+        assert status == 0, out + err
+    assert same(weights_of(whole), weights_of(part))
+    assert [row["step"] for row in read_metrics(whole)] == [row["step"] for row in read_metrics(part)]
+
+
+def test_a_resumed_run_may_change_its_cadence_and_keeps_what_it_has_summed(fit: Fit, geocont: Command) -> None:
+    """The state's key holds the cadence: another one once meant new initial weights and an empty sum, silently."""
+    whole, part = fit("whole", *steps(9), *EVERY), fit("part", *steps(6))
+    status, out, err = geocont("fit", "--resume=part", *EVERY, *steps(9))
+    assert status == 0, out + err
+    rows = [{row["step"]: row for row in read_metrics(run)} for run in (whole, part)]
+    for key in ("update/relative_norm/hidden", "cumulative/v1/hidden"):
+        assert rows[0][8][key] == pytest.approx(rows[1][8][key], abs=1e-4)
+
+
+def test_a_resumed_run_keeps_its_model_and_a_failed_attempt_spoils_nothing(fit: Fit, geocont: Command) -> None:
+    """A rate given beside --resume was ignored, and a width that does not fit left a run that never resumed."""
+    run = fit("run", *steps(2))
+    before = (run / "config.yaml").read_text()
+    for option in (
+        "--model.optimizer.lr=0.5",
+        "--model.network.width=32",
+        "--data.batch_size=8",
+        "--seed_everything=3",
+    ):
+        status, _, err = geocont("fit", "--resume=run", option)
+        assert status == 2
+        assert "a resumed run keeps model, data and seed" in err
+    assert geocont("fit", "--resume=run", "--callbacks.weight_continuity.every_n_steps=0")[0] == 2
+    assert (run / "config.yaml").read_text() == before
+    assert geocont("fit", "--resume=run", *steps(3))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "callbacks: {weight_continuty: {}}",
+            "callbacks.weight_continuty is not an option; did you mean weight_contin",
+        ),
+        ("callbacks: [a]", "callbacks must have named entries, not list"),
+        ("trainer: null", "trainer must have named entries, not nothing"),
+        ("[1, 2]", "must have named sections such as model, data, trainer, not a list"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_file_of_another_shape_is_named(geocont: Command, folder: Path, content: str, message: str) -> None:
+    """A misspelt callback in a file was ignored, and the run measured nothing."""
+    (folder / "c.yaml").write_text(content)
+    status, _, err = geocont("fit", *SMALL, "--config=c.yaml")
+    assert status == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_what_cannot_be_resumed_or_evaluated_is_one_line(fit: Fit, geocont: Command) -> None:
+    run = fit("run", *steps(2))
+    config, checkpoint = ["--config", str(run / "config.yaml")], run / "checkpoints/last.ckpt"
+    status, _, err = geocont("validate", *config, f"--ckpt_path={checkpoint}", "--model.network.width=32")
+    assert (status, len(err.strip().splitlines())) == (2, 1), err
+    assert "the checkpoint does not fit the model" in err
+    for content in (b"", b"garbage", checkpoint.read_bytes()[:2000]):
+        checkpoint.write_bytes(content)
+        for command in (["fit", "--resume=run"], ["validate", *config, f"--ckpt_path={checkpoint}"]):
+            status, _, err = geocont(*command)
+            assert (status, len(err.strip().splitlines())) == (2, 1), err
+            assert "cannot be read as a checkpoint" in err
+    torch.save({"a": 1}, checkpoint)
+    assert "is not a checkpoint of a training" in geocont("fit", "--resume=run")[2]
+    (run / "manifest.json").write_text("[]")
+    assert "is not the directory of a run" in geocont("fit", "--resume=run")[2]
 
 
 def test_resume_last_takes_the_newest_run_of_the_experiment(geocont: Command, folder: Path) -> None:

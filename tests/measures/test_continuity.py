@@ -149,3 +149,20 @@ def test_relative_norm_and_alignment() -> None:
     assert aligned[0].item() == pytest.approx(1, abs=1e-5)
     assert aligned[1].isnan()
     assert cosine(torch.stack([w0, -w0]), torch.ones(2)).item() == pytest.approx(-1, abs=1e-6)
+
+
+def test_equal_matrices_of_low_rank_overlap_fully() -> None:
+    """Divided by k = 5 whatever the rank, the gradients of one sample looked as if they had nothing in common."""
+    for rank in (1, 3, 5):
+        w = (torch.randn(70, rank) @ torch.randn(rank, 70)).expand(2, -1, -1)
+        values = light_table(w).values
+        assert values["topk_in"].item() == pytest.approx(1, abs=1e-4)
+
+
+def test_tables_of_tiny_and_huge_matrices_are_those_of_ordinary_ones() -> None:
+    w = stack(40, 40).float()
+    plain = light_table(w).values | full_table(w, light_table(w).subspace)
+    for scale in (1e-23, 1e18):
+        scaled = light_table(w * scale).values | full_table(w * scale, light_table(w * scale).subspace)
+        for name, value in plain.items():
+            assert torch.allclose(scaled[name], value, atol=1e-3), (name, scale)

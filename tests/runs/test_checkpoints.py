@@ -18,7 +18,9 @@ from geocont.runs.checkpoint_io import AtomicCheckpointIO
 def _save_for_ever(path: str) -> None:
     value = 0
     while True:
-        AtomicCheckpointIO().save_checkpoint({"a": torch.full((300_000,), float(value)), "value": value}, path)
+        AtomicCheckpointIO().save_checkpoint(
+            {"state_dict": torch.full((300_000,), float(value)), "global_step": value}, path
+        )
         value += 1
 
 
@@ -35,7 +37,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         process.kill()
         process.join()
         loaded = AtomicCheckpointIO().load_checkpoint(path)
-        assert (loaded["a"] == loaded["value"]).all()
+        assert (loaded["state_dict"] == loaded["global_step"]).all()
 
 
 def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
