@@ -80,7 +80,7 @@ def test_a_failed_run_is_a_result_and_a_stopped_one_is_not(tmp_path: Path) -> No
         ("interrupted", None, False),
         ("running", None, False),
     ):
-        (tmp_path / "manifest.json").write_text(json.dumps({"status": status, "error": error}))
+        (tmp_path / "manifest.json").write_text(json.dumps({"run_id": "x", "status": status, "error": error}))
         assert is_done(tmp_path) == done, status
     assert not is_done(tmp_path / "nothing")
 
