@@ -54,7 +54,7 @@ class Stopwatch(pl.Callback):
             if trainer.global_step > 0:
                 self.within += time.perf_counter() - started
 
-        callback.on_before_optimizer_step = timed  # type: ignore[method-assign]
+        callback.on_before_optimizer_step = timed  # type: ignore[assignment,method-assign]
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Starts at the second step: the first one allocates."""
