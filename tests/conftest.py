@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -58,17 +57,6 @@ def fit(geocont: Callable[..., tuple[int, str, str]], folder: Path) -> Callable[
         return folder / name
 
     return run
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Uses so many threads of the processor."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def weights_of(run_dir: Path) -> dict[str, Tensor]:

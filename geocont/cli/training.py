@@ -74,6 +74,7 @@ class GeoContCLI(LightningCLI):
     """LightningCLI with a switch for each callback, a directory for each run, and resumption."""
 
     run_directory: RunDirectory | None = None
+    resumed_at: int | None = None  # optimizer step of the checkpoint that training starts from
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the switches ``callbacks.*`` and ``logger.wandb``, the options ``run.*`` and ``--resume``."""
@@ -153,7 +154,7 @@ class GeoContCLI(LightningCLI):
         """Checks a checkpoint before anything is built, and leaves a resumed run its own configuration."""
         checkpoint = self.config[self.config.subcommand].get("ckpt_path")
         if checkpoint is not None:
-            AtomicCheckpointIO().load_checkpoint(checkpoint)
+            self.resumed_at = int(AtomicCheckpointIO().load_checkpoint(checkpoint)["global_step"])
         if self.run_directory is None:
             super()._parse_ckpt_path()
 
@@ -183,7 +184,7 @@ class GeoContCLI(LightningCLI):
         """Puts the run's local store and W&B before the user's own loggers."""
         assert self.run_directory is not None
         wandb_logger = self._get(self.config_init, "logger").wandb
-        ours = [RunStore(self.run_directory.path, _resumed_step(self.config.fit.ckpt_path))]
+        ours = [RunStore(self.run_directory.path, self.resumed_at)]
         users = [] if config.get("logger") in (None, True, False) else _as_list(config["logger"])
         config["logger"] = [*ours, *([] if wandb_logger is None else [wandb_logger]), *users]
         self.wandb_logger = wandb_logger
@@ -230,12 +231,6 @@ def _told(error: BaseException) -> str:
 
 def _run_options(config: Any) -> RunOptions:
     return RunOptions(**config.run.as_dict())
-
-
-def _resumed_step(checkpoint: str | None) -> int | None:
-    if checkpoint is None:
-        return None
-    return int(AtomicCheckpointIO().load_checkpoint(checkpoint)["global_step"])
 
 
 def _class_path(instance: Any) -> str | None:

@@ -80,10 +80,11 @@ class ResumableLoader(DataLoader):
     def __init__(self, dataset: Dataset, batch_size: int, seed: int, num_workers: int = 0) -> None:
         self.order = EpochOrder(dataset, seed)
         self._samples_per_batch = batch_size * self.order.num_replicas
-        if batch_size < 1 or self._samples_per_batch > len(dataset):  # type: ignore[arg-type]
+        samples = len(dataset)  # type: ignore[arg-type]
+        largest = samples // self.order.num_replicas
+        if not 1 <= batch_size <= largest:
             raise UserError(
-                f"data.batch_size must be from 1 to {len(dataset) // self.order.num_replicas}"  # type: ignore[arg-type]
-                f" for {len(dataset)} training samples, got {batch_size}"  # type: ignore[arg-type]
+                f"data.batch_size must be from 1 to {largest} for {samples} training samples, got {batch_size}"
             )
         self._position = 0
         super().__init__(

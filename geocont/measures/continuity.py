@@ -30,9 +30,6 @@ LARGEST_GAP = 1e6
 #: Share of sum s_i^2 that ``sigma2`` may leave out: its error is below that.
 NEGLIGIBLE = 1e-4
 
-LIGHT_MEASURES = ("v1", "u1", "topk_in", "topk_out", "cosine", "gap", "defined")
-FULL_MEASURES = ("sigma2_in", "sigma2_out", "gram_in", "gram_out")
-
 
 @dataclass(frozen=True)
 class LightTable:
