@@ -2,5 +2,6 @@
 
 from geocont.data.images import MNIST, Digits, ImageClassification
 from geocont.data.loader import ResumableLoader
+from geocont.data.text import Text
 
-__all__ = ["MNIST", "Digits", "ImageClassification", "ResumableLoader"]
+__all__ = ["MNIST", "Digits", "ImageClassification", "ResumableLoader", "Text"]
