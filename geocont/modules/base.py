@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from geocont.optim import NamedParameters, OptimizerFactory, Schedule
-from geocont.weights import WeightMap, canonical_name
+from geocont.weights import WeightMap, WeightPattern, canonical_name
 
 
 class GeoModule(LightningModule):
@@ -30,9 +31,13 @@ class GeoModule(LightningModule):
         self.optimizer_factory = optimizer
         self.schedule = schedule
 
+    def weight_patterns(self) -> Mapping[str, str | WeightPattern]:
+        """Returns where the matrices of each projection lie, ``WEIGHTS`` unless the network's shape decides."""
+        return self.WEIGHTS
+
     def weight_map(self) -> WeightMap:
         """Returns which parameter plays which role at which depth."""
-        return WeightMap.from_patterns(self.WEIGHTS, {name: p.shape for name, p in self.named_parameters()})
+        return WeightMap.from_patterns(self.weight_patterns(), {name: p.shape for name, p in self.named_parameters()})
 
     def configure_optimizers(self) -> Any:
         """Builds the optimizer over all trainable parameters, and the schedule in optimizer steps."""

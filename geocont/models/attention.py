@@ -1,0 +1,73 @@
+"""What the language models share: the contract of a language model, and attention with one place to watch it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from geocont.errors import UserError
+from geocont.weights import WeightPattern
+
+
+class Sizes(Protocol):
+    """What every configuration of a language model has."""
+
+    context: int
+    vocabulary: int
+
+
+class LanguageModel(nn.Module):
+    """Maps tokens ``(B, T)`` int64 to logits ``(B, T, vocabulary)``; no logit depends on a later token."""
+
+    config: Sizes
+
+    def weight_patterns(self) -> dict[str, WeightPattern]:
+        """Returns where the matrices of each projection lie: projection -> pattern of parameter names."""
+        raise NotImplementedError
+
+    def check_context(self, tokens: Tensor) -> None:
+        """Checks that a batch ``(B, T)`` is not longer than the context.
+
+        Raises:
+            UserError: It is.
+        """
+        if tokens.shape[1] > self.config.context:
+            raise UserError(
+                f"network.context is {self.config.context}, but a batch has {tokens.shape[1]} tokens a row;"
+                f" set --model.network.context={tokens.shape[1]} or more, or shorten the rows"
+            )
+
+
+class ScaledDotProduct(nn.Module):
+    """Causal softmax attention. A module of its own, so that a forward hook sees exactly q, k and v.
+
+    Every attention holds it as ``core`` and calls it after any normalisation and rotation of q and k.
+
+    Args:
+        dropout: Share of attention weights that are dropped in training.
+    """
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Maps q ``(B, H, T, head_dim)`` and k, v ``(B, H_kv, T, head_dim)`` to ``(B, H, T, head_dim)``.
+
+        H is a multiple of H_kv; each head of k and v serves H / H_kv adjacent heads of q.
+        """
+        dropout = self.dropout if self.training else 0.0
+        grouped = k.shape[1] != q.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Returns ``(B, T, heads * head_dim)`` as ``(B, heads, T, head_dim)``, a view."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """Returns ``(B, heads, T, head_dim)`` as ``(B, T, heads * head_dim)``."""
+    return x.transpose(1, 2).flatten(2)
