@@ -1,5 +1,6 @@
-"""Linear algebra: leading singular subspaces, certified, and their slow references."""
+"""Linear algebra: certified leading singular subspaces with their slow references, polar factors, inverse roots."""
 
+from geocont.linalg.polar import inverse_sqrt, msign
 from geocont.linalg.subspace import LeadingSubspace, exact_subspace, leading_subspace, svd_by_gram
 
-__all__ = ["LeadingSubspace", "exact_subspace", "leading_subspace", "svd_by_gram"]
+__all__ = ["LeadingSubspace", "exact_subspace", "inverse_sqrt", "leading_subspace", "msign", "svd_by_gram"]

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from geocont.linalg.polar import eigh
+
 GAP = 1.02  # s_i / s_{i+1} from which a singular vector counts as well defined and is computed to full accuracy
 TOLERANCE = 0.04  # accepted sine of the angle between computed and true u1: 1 - cos < 1e-3
 RELAXED = 0.2  # factor of the angle where it is not well defined: do not iterate for what has no answer
@@ -139,16 +141,8 @@ def _dense(w: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     finite = size.isfinite()
     w = w / torch.where(finite & (size > 0), size, 1.0)[:, None, None]
     gram = torch.where(finite[:, None, None], w @ w.mT, 0.0)
-    x = _eigenvectors(gram).mT.flip(1)[:, : k + KEPT]
+    x = eigh(gram)[1].mT.flip(1)[:, : k + KEPT]
     return x, torch.where(finite, 0.0, math.nan).to(w.dtype), torch.ones_like(finite)
-
-
-def _eigenvectors(gram: Tensor) -> Tensor:
-    """Eigenvectors by columns (B, d, d), values ascending; in float64 where LAPACK fails on many equal values."""
-    try:
-        return torch.linalg.eigh(gram)[1]
-    except torch.linalg.LinAlgError:
-        return torch.linalg.eigh(gram.double())[1].to(gram.dtype)
 
 
 def _krylov(w: Tensor, k: int, start: Tensor | None, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,347 @@
+"""The problem of one optimizer step on a manifold, and three ways to solve it.
+
+For a tall W on the manifold and the momentum G, both m x n:
+
+    maximise <G, A>   subject to   ||A||_2 <= 1   and   P(W^T A + A^T W) = 0
+
+The dual problem is to minimise ||G + 2 W L||_* over symmetric L = P(L); then A = msign(G + 2 W L). Any tangent A of
+norm one and any L bound the optimum from below and above, so the quality of an answer is one certified number:
+<G, A> / ||G + 2 W L||_*, 1 for the optimum (Bernstein 2025, "Modular Manifolds"; arXiv 2606.13276 for DGram).
+
+All solvers take batches ``(B, m, n)`` of float32 with m >= n, W on the manifold and G finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from geocont.linalg.polar import Root, eigh, inverse_sqrt, inverse_sqrt_of_eigenvalues, msign
+from geocont.manifolds import DGram, Euclidean, Manifold, Oblique, Stiefel
+
+#: Added to the eigenvalues of X^T X, as a share of the largest: what makes the nuclear norm smooth.
+SMOOTHING = 3e-6
+#: Conjugate gradients in one iteration of ``reweighted``; with four other products they make twelve.
+CONJUGATE_GRADIENTS = 8
+#: Factors of the steps on L; the last one is repeated. Majorants are too steep, up to twice near the optimum.
+RELAXATION = (1.0, 1.5, 1.8)
+#: Iterations by default; square matrices on DGram leave A little freedom beside rotations and converge slowly.
+ITERATIONS, ITERATIONS_SQUARE_DGRAM = 3, 8
+#: Newton-Schulz steps on the closed form: smoothing leaves small singular values short of one.
+POLISHING = 2
+#: Share of its last correction that L starts from where matrices are square.
+KEPT = 0.8
+#: The published solver: number of steps on L, length of the first, Polar Express steps in each.
+ASCENTS, ASCENT_STEP, ASCENT_POLAR_STEPS = 20, 0.1, 10
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver returns for a batch of B matrices."""
+
+    update: Tensor
+    """(B, m, n) A; zero for a zero G"""
+    dual: Tensor | None
+    """(B, n, n) what the next call may start from; relative to the norm of G, so that it has no scale of its own"""
+    tangent_residual: Tensor
+    """(B) ||P(W^T A + A^T W)||_F / (||W||_F ||A||_F) of the solver's own A, before it is projected"""
+    objective: Tensor
+    """(B) <G, A>"""
+    bound: Tensor
+    """(B) upper bound of the optimum from the dual variable, to the rounding of float32"""
+
+    @property
+    def certified_ratio(self) -> Tensor:
+        """(B) share of the optimum that A certainly reaches; 1 for a zero G."""
+        nought = self.bound <= 0
+        return torch.where(nought, 1, self.objective / self.bound.masked_fill(nought, 1))
+
+
+def reweighted(
+    w: Tensor,
+    g: Tensor,
+    manifold: Manifold,
+    *,
+    iterations: int | None = None,
+    start: Tensor | None = None,
+    root: Root = "eigh",
+) -> Solution:
+    """Minimises the smoothed nuclear norm tr (X^T X + e I)^(1/2), X = G + 2 W L, by iterative reweighting.
+
+    For Q = (X^T X + e I)^(-1/2) the majorant tr(X^T X Q) / 2 is quadratic in L. Its minimiser solves
+    P[(C + 2 D L) Q + Q (C^T + 2 L D)] = 0 with C = W^T G and D = W^T W: a Lyapunov equation on Stiefel, one linear
+    system on Oblique, conjugate gradients on DGram. Steps are over-relaxed. All of this is n x n: the tall factors come
+    in through C and G^T G. In the end A = X Q is projected onto the tangent space, its singular values above one are
+    inverted, s -> 1/s, and it is projected again; to divide by the norm instead would shorten the step in every
+    direction for the sake of a few. Without a constraint A is msign(G), and on square Stiefel matrices it has a closed
+    form, W msign((W^T G - G^T W) / 2).
+
+    Args:
+        w: Points ``(B, m, n)``.
+        g: Momenta ``(B, m, n)`` of any scale.
+        manifold: The constraint.
+        iterations: Each costs an inverse square root and twelve products of n x n matrices. By default 3, and 8 for
+            square matrices on DGram.
+        start: ``dual`` of an earlier solution at nearby W and G; by default nothing.
+        root: How inverse square roots are taken: ``eigh``, or ``newton_schulz``, products only, for accelerators.
+
+    Returns:
+        The solution; A is tangent to 1e-6 and its spectral norm is at most 1 + 1e-6.
+    """
+    problem, scale = _pose(w, g, manifold, root)
+    square = w.shape[-2] == w.shape[-1]
+    if isinstance(manifold, Euclidean) or (isinstance(manifold, Stiefel) and square):
+        return _scaled(problem.closed_form(), scale)
+    if iterations is None:
+        iterations = ITERATIONS_SQUARE_DGRAM if square and isinstance(manifold, DGram) else ITERATIONS
+    # A square matrix is nearly all rotation, and the multiplier of the projected gradient nearly right; a tall one's is
+    # further from the truth than none.
+    origin = problem.projecting_dual() if square else torch.zeros_like(problem.c)
+    dual = origin if start is None else origin + (KEPT if square else 1.0) * start
+    for k in range(iterations):
+        dual = dual + RELAXATION[min(k, len(RELAXATION) - 1)] * problem.step(problem.reweigh(dual), dual)
+    return _scaled(problem.answer(dual, dual - origin), scale)
+
+
+def projected(w: Tensor, g: Tensor, manifold: Manifold, *, root: Root = "eigh") -> Solution:
+    """Takes msign of the Riemannian gradient, the projection of G onto the tangent space: one step, the cheap baseline.
+
+    The result is projected and divided by its norm where that exceeds one (SPEL, arXiv 2601.21487, is of this kind).
+    """
+    problem, scale = _pose(w, g, manifold, root)
+    tangent = manifold.proju(w, problem.g)
+    update = tangent @ _weigh(tangent.mT @ tangent, root).q
+    inner = w.mT @ update
+    feasible = update - w @ manifold.multiplier(problem.d, inner)
+    bound = problem.reweigh(problem.projecting_dual()).bound
+    residual = problem.tangency(inner, update.mT @ update)
+    return _scaled(problem.solution(_shortened(feasible, root), None, residual, bound), scale)
+
+
+def dual_ascent(
+    w: Tensor,
+    g: Tensor,
+    manifold: Manifold,
+    *,
+    iterations: int = ASCENTS,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Solution:
+    """The published solver (arXiv 2606.13276), faithful to it: what the paper's runs used, not what to use.
+
+    From L = -P(W^T G + G^T W) / 4 it takes ``iterations`` steps L <- L - 0.1 (1 - t/T) P(W^T A + A^T W) with
+    A = msign(G + 2 W L), ten steps of Polar Express in ``dtype``. The step has no scale, so the result depends on that
+    of G; A is neither projected nor divided by its norm.
+    """
+    if isinstance(manifold, Euclidean):
+        update = msign(g, "polar_express", ASCENT_POLAR_STEPS, dtype)
+        objective = (g * update).sum((-2, -1))
+        return Solution(update, None, torch.zeros_like(objective), objective, objective)
+    inner = w.mT @ g
+    dual = -manifold.projector(inner + inner.mT) / 4
+    for t in range(iterations):
+        update = msign(g + 2 * w @ dual, "polar_express", ASCENT_POLAR_STEPS, dtype)
+        inner = w.mT @ update
+        dual = dual - ASCENT_STEP * (1 - t / iterations) * manifold.projector(inner + inner.mT)
+    x = g + 2 * w @ dual
+    update = msign(x, "polar_express", ASCENT_POLAR_STEPS, dtype)
+    return Solution(
+        update,
+        dual,
+        manifold.tangent_residual(w, update),
+        (g * update).sum((-2, -1)),
+        (x * update).sum((-2, -1)),  # of an exact msign, the nuclear norm of x
+    )
+
+
+@torch.no_grad()
+def certify(w: Tensor, g: Tensor, manifold: Manifold, update: Tensor, *duals: Tensor) -> Tensor:
+    """Returns the certified ratio ``(B)`` of any update, the slow and exact way: in float64, by singular values.
+
+    The update is projected onto the tangent space and divided by its norm where that exceeds one. The upper bound is
+    the least over the given dual variables L ``(B, n, n)`` (of the scale of G) and L = 0.
+    """
+    w, g, update = w.double(), g.double(), update.double()
+    tangent = manifold.proju(w, update)
+    tangent = tangent / _singular_values(tangent).amax(-1)[..., None, None].clamp_min(1)
+    bounds = [_singular_values(g + 2 * w @ manifold.projector(dual.double())).sum(-1) for dual in duals]
+    return (g * tangent).sum((-2, -1)) / torch.stack([_singular_values(g).sum(-1), *bounds]).amin(0)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Q = (X^T X + e I)^(-1/2) at some L, and how it came about."""
+
+    q: Tensor
+    bound: Tensor  # (B) ||X||_*
+    values: Tensor | None = None  # (B, n) eigenvalues of Q, and its eigenvectors, where there are any
+    vectors: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """W, G of norm one, and the n x n matrices that stand for them."""
+
+    w: Tensor
+    g: Tensor
+    manifold: Manifold
+    root: Root
+    d: Tensor  # W^T W, or its diagonal (B, n)
+    c: Tensor  # W^T G
+    gram: Tensor  # G^T G
+
+    def times_d(self, x: Tensor) -> Tensor:
+        return self.d @ x if self.d.ndim == x.ndim else self.d[..., :, None] * x
+
+    def projecting_dual(self) -> Tensor:
+        """Returns the L with which G + 2 W L is tangent: the projected gradient."""
+        return -self.manifold.multiplier(self.d, self.c) / 2
+
+    def reweigh(self, dual: Tensor) -> _Weights:
+        cross = self.c.mT @ dual
+        return _weigh(self.gram + 2 * (cross + cross.mT) + 4 * (dual @ self.times_d(dual)), self.root)
+
+    def step(self, weights: _Weights, dual: Tensor) -> Tensor:
+        """Returns what takes ``dual`` to the minimiser of the majorant."""
+        q, inner = weights.q, self.c + 2 * self.times_d(dual)
+        if isinstance(self.manifold, Oblique):
+            system = self.d * q
+            system = system + torch.diag_embed((system.diagonal(dim1=-2, dim2=-1) == 0).to(q.dtype))  # of a zero G
+            right = (inner * q).sum(-1, keepdim=True)  # diag(B Q), Q being symmetric
+            return torch.diag_embed(-torch.linalg.solve(system, right).squeeze(-1) / 2)
+        if isinstance(self.manifold, Stiefel) and weights.vectors is not None and weights.values is not None:
+            values, vectors = weights.values, weights.vectors
+            right = (vectors.mT @ (inner @ vectors)) * values[..., None, :]
+            sums = values[..., :, None] + values[..., None, :]
+            return vectors @ (-(right + right.mT) / (2 * sums).clamp_min(_tiny(sums))) @ vectors.mT
+        inner = inner @ q
+        return self._conjugate_gradients(q, -self.manifold.projector(inner + inner.mT))
+
+    def _conjugate_gradients(self, q: Tensor, right: Tensor) -> Tensor:
+        """Solves P[2 D Z Q + 2 Q Z D] = right, preconditioned by the operator's diagonal; D is diagonal."""
+
+        def operator(z: Tensor) -> Tensor:
+            product = 2 * self.times_d(z) @ q
+            return self.manifold.projector(product + product.mT)
+
+        diagonal = 2 * self.d[..., :, None] * q.diagonal(dim1=-2, dim2=-1)[..., None, :]
+        diagonal = (diagonal + diagonal.mT).clamp_min(_tiny(q))
+        solution = torch.zeros_like(right)
+        conditioned = right / diagonal
+        direction, energy = conditioned, _inner(right, conditioned)
+        for _ in range(CONJUGATE_GRADIENTS):
+            image = operator(direction)
+            length = energy / _inner(direction, image).clamp_min(_tiny(q))
+            solution = solution + length * direction
+            right = right - length * image
+            conditioned = right / diagonal
+            previous, energy = energy, _inner(right, conditioned)
+            direction = conditioned + energy / previous.clamp_min(_tiny(q)) * direction
+        return solution
+
+    def answer(self, dual: Tensor, kept: Tensor) -> Solution:
+        """Returns the feasible A that belongs to ``dual``, as G Y + W Z until the very end."""
+        weights = self.reweigh(dual)
+        y, z = weights.q, 2 * dual @ weights.q
+        inner = self.c @ y + self.times_d(z)
+        squares = y @ (self.gram @ y + self.c.mT @ z) + z.mT @ inner  # A^T A
+        residual = self.tangency(inner, squares)
+        m = self.manifold.multiplier(self.d, inner)
+        squares = squares - inner.mT @ m - m @ inner + m @ self.times_d(m)
+        z = z - m
+        inverted = _inverting_large(squares, self.root)
+        update = self.g @ (y @ inverted) + self.w @ (z @ inverted)
+        update = self.manifold.proju(self.w, update)  # of A itself: what rounding did to it is projected away, too
+        return self.solution(_shortened(update, self.root), kept, residual, weights.bound)
+
+    def closed_form(self) -> Solution:
+        if isinstance(self.manifold, Euclidean):
+            weights = _weigh(self.gram, self.root)
+            return self.solution(self.g @ weights.q, None, torch.zeros_like(weights.bound), weights.bound)
+        skew = (self.c - self.c.mT) / 2
+        weights = _weigh(skew.mT @ skew, self.root)
+        rotation = skew @ weights.q
+        for _ in range(POLISHING):
+            rotation = 1.5 * rotation - 0.5 * rotation @ (rotation.mT @ rotation)
+        update = self.w @ ((rotation - rotation.mT) / 2)
+        return self.solution(update, None, torch.zeros_like(weights.bound), weights.bound)
+
+    def solution(self, update: Tensor, dual: Tensor | None, residual: Tensor, bound: Tensor) -> Solution:
+        return Solution(update, dual, residual, (self.g * update).sum((-2, -1)), bound)
+
+    def tangency(self, inner: Tensor, squares: Tensor) -> Tensor:
+        """Returns the relative tangent residual of A from W^T A and A^T A."""
+        off = torch.linalg.matrix_norm(self.manifold.projector(inner + inner.mT))
+        trace = squares.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
+        return off / (torch.linalg.matrix_norm(self.w) * trace.sqrt()).clamp_min(_tiny(off))
+
+
+def _pose(w: Tensor, g: Tensor, manifold: Manifold, root: Root) -> tuple[_Problem, Tensor]:
+    """Returns the problem for G of Frobenius norm one, and G's norm ``(B)``; squares of 1e-20 would vanish."""
+    largest = g.abs().amax((-2, -1), keepdim=True)
+    g = g / torch.where(largest == 0, 1, largest)
+    norm = torch.linalg.matrix_norm(g, keepdim=True)
+    g = g / torch.where(norm == 0, 1, norm)
+    problem = _Problem(w, g, manifold, root, manifold.metric(w), w.mT @ g, g.mT @ g)
+    return problem, (largest * norm)[..., 0, 0]
+
+
+def _scaled(solution: Solution, scale: Tensor) -> Solution:
+    return replace(solution, objective=solution.objective * scale, bound=solution.bound * scale)
+
+
+def _weigh(s: Tensor, root: Root) -> _Weights:
+    s = (s + s.mT) / 2
+    if root != "eigh":
+        largest = torch.linalg.matrix_norm(s @ s, keepdim=True).sqrt()  # within n^(1/4)
+        s = s + SMOOTHING * largest * torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
+        q = inverse_sqrt(s, root)
+        return _Weights(q, (s * q).sum((-2, -1)))
+    values, vectors = eigh(s)
+    values = values.clamp_min(0)
+    roots = inverse_sqrt_of_eigenvalues(values + SMOOTHING * values[..., -1:])
+    q = (vectors * roots[..., None, :]) @ vectors.mT
+    return _Weights(q, values.sqrt().sum(-1), roots, vectors)
+
+
+def _inverting_large(squares: Tensor, root: Root) -> Tensor:
+    """Returns max(A^T A, I)^(-1), which takes singular values s > 1 of A to 1/s when A is multiplied by it."""
+    squares = (squares + squares.mT) / 2
+    if root == "eigh":
+        values, vectors = eigh(squares)
+        return (vectors / values.clamp_min(1)[..., None, :]) @ vectors.mT
+    identity = torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
+    excess = squares - identity
+    excess = (excess + msign(excess) @ excess) / 2  # its positive part
+    return torch.linalg.inv(identity + (excess + excess.mT) / 2)
+
+
+def _shortened(update: Tensor, root: Root) -> Tensor:
+    """Returns A / max(1, ||A||_2)."""
+    squares = update.mT @ update
+    if root == "eigh":
+        largest = torch.linalg.eigvalsh(squares)[..., -1]
+    else:  # tr(S^p)^(1/p) from above: by n^(1/p) at most, 1.0005 for p = 2^14 and n = 4096
+        largest = torch.ones_like(squares[..., 0, 0])
+        power = 1.0
+        for _ in range(14):
+            norm = torch.linalg.matrix_norm(squares)
+            largest = largest * norm.pow(power)
+            squares = squares / torch.where(norm == 0, 1, norm)[..., None, None]
+            squares, power = squares @ squares, power / 2
+        largest = largest * squares.diagonal(dim1=-2, dim2=-1).sum(-1).pow(power)
+    return update / largest.clamp_min(1).sqrt()[..., None, None]
+
+
+def _singular_values(x: Tensor) -> Tensor:
+    """Returns singular values ``(B, n)`` of float64 matrices; through X^T X, as LAPACK's SVD fails on some of them."""
+    return torch.linalg.eigvalsh(x.mT @ x).clamp_min(0).sqrt()
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum((-2, -1), keepdim=True)
+
+
+def _tiny(x: Tensor) -> float:
+    return torch.finfo(x.dtype).tiny
