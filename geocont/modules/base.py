@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
-from geocont.optim import NamedParameters, OptimizerFactory, Schedule
+from geocont.optim import ModuleWise, NamedParameters, OptimizerFactory, Schedule
 from geocont.weights import WeightMap, WeightPattern, canonical_name
 
 
@@ -43,6 +44,8 @@ class GeoModule(LightningModule):
         """Builds the optimizer over all trainable parameters, and the schedule in optimizer steps."""
         trainable = [(canonical_name(name), p) for name, p in self.named_parameters() if p.requires_grad]
         optimizer = self.optimizer_factory(NamedParameters(trainable, self.weight_map()))
+        if isinstance(optimizer, ModuleWise):
+            rank_zero_only(print)(optimizer.describe())
         for group in optimizer.param_groups:
             group.setdefault("name", type(optimizer).__name__.lower())  # the rule in lr/{rule}
         scheduler = self.schedule.build(optimizer, self.trainer.estimated_stepping_batches)

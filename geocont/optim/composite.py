@@ -65,13 +65,15 @@ class Composite(Optimizer):
         params = params if isinstance(params, NamedParameters) else NamedParameters(params)
         if not rules:
             raise UserError("optimizer.rules: give at least one rule")
-        super().__init__([parameter for _, parameter in params], {})
-        self.parts: dict[str, Optimizer] = {}
-        for name, selected in assign(params, rules).items():
-            part = rules[name].optimizer(selected)
+        self._combine({name: rules[name].optimizer(selected) for name, selected in assign(params, rules).items()})
+
+    def _combine(self, parts: Mapping[str, Optimizer]) -> None:
+        """Becomes the optimizer of all parameters of its parts."""
+        super().__init__([p for part in parts.values() for group in part.param_groups for p in group["params"]], {})
+        self.parts = dict(parts)
+        for name, part in self.parts.items():
             for group in part.param_groups:
                 group["name"] = name
-            self.parts[name] = part
         self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
         self._share()
 
@@ -88,9 +90,13 @@ class Composite(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.step_parts()
+        return loss
+
+    def step_parts(self) -> None:
+        """Performs the step, gradients being there."""
         for part in self.parts.values():
             part.step()
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores groups and state, which must have been saved under the same rules.

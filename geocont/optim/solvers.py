@@ -21,6 +21,8 @@ from torch import Tensor
 from geocont.linalg.polar import Root, eigh, inverse_sqrt, inverse_sqrt_of_eigenvalues, msign
 from geocont.manifolds import DGram, Euclidean, Manifold, Oblique, Stiefel
 
+SOLVERS = ("reweighted", "dual_ascent", "projected")
+
 #: Added to the eigenvalues of X^T X, as a share of the largest: what makes the nuclear norm smooth.
 SMOOTHING = 3e-6
 #: Conjugate gradients in one iteration of ``reweighted``; with four other products they make twelve.
