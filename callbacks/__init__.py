@@ -7,8 +7,18 @@ its class, ``--callbacks.weight_continuity.every_n_steps=50``.
 
 from callbacks.gradient_coherence import GradientCoherence
 from callbacks.last_checkpoint import LastCheckpoint
+from callbacks.optimizer_monitor import OptimizerMonitor
 from callbacks.progress_bar import ProgressBar
+from callbacks.spectral_dynamics import SpectralDynamics
 from callbacks.step_monitor import StepMonitor
 from callbacks.weight_continuity import WeightContinuity
 
-__all__ = ["GradientCoherence", "LastCheckpoint", "ProgressBar", "StepMonitor", "WeightContinuity"]
+__all__ = [
+    "GradientCoherence",
+    "LastCheckpoint",
+    "OptimizerMonitor",
+    "ProgressBar",
+    "SpectralDynamics",
+    "StepMonitor",
+    "WeightContinuity",
+]

@@ -21,6 +21,7 @@ ALLOWED = {
         "geocont.data",
         "geocont.optim",
         "geocont.linalg",
+        "geocont.manifolds",
     },
     "callbacks": {"geocont.measures", "geocont.report"},
     "geocont.modules": {"geocont.models", "geocont.optim", "geocont.data"},

@@ -9,6 +9,7 @@ from geocont.cli.options import Parser, add_json_option, check_json_path, write_
 
 BENCHES = {
     "callbacks": "what GradientCoherence and WeightContinuity add to a training of the 16 x 256 residual MLP",
+    "optimizer": "steps on a layer of GPT-2 small: AdamW, Muon and the solvers of Manifold Muon, time and quality",
     "subspaces": "leading singular subspaces against the Gram matrix plus eigh, with their errors",
 }
 
@@ -33,6 +34,11 @@ def _parser(name: str) -> Parser:
     parser.add_argument("--repeats", type=int, default=5, help="repetitions, of which the median counts (default: 5)")
     if name == "callbacks":
         parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of a training (default: 1000)")
+    if name == "optimizer":
+        parser.add_argument("--small", action="store_true", help="a layer of width 128 instead of 768")
+        parser.add_argument("--names", nargs="+", help="some of adamw muon dual_ascent projected reweighted (all)")
+        parser.add_argument("--gradients", nargs="+", help="real, or some of five synthetic spectra (default: all)")
+        parser.add_argument("--curve", action="store_true", help="the solvers at other numbers of iterations, too")
     add_json_option(parser)
     return parser
 
@@ -42,6 +48,10 @@ def _rows(name: str, options: Namespace) -> list[dict[str, object]]:
         from geocont.bench.callbacks import measure_callbacks
 
         return measure_callbacks(options.steps, options.repeats)
+    if name == "optimizer":
+        from geocont.bench.optimizer import measure_optimizers
+
+        return measure_optimizers(options.small, options.repeats, options.names, options.gradients, options.curve)
     from geocont.bench.subspaces import measure_subspaces
 
     return measure_subspaces(options.repeats)
@@ -55,4 +65,6 @@ def as_table(rows: Sequence[dict[str, object]]) -> str:
 
 
 def _text(value: object) -> str:
+    if value is None:
+        return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -18,6 +18,8 @@ from geocont.optim.solvers import SOLVERS, Solution, dual_ascent, projected, rew
 SolverName = Literal["reweighted", "dual_ascent", "projected"]
 ManifoldSpec = str | Mapping[str, Any]
 
+#: Module of matrices whose parameter group names none.
+MODULE = "matrices"
 #: Entries of the matrices that are solved at once: more saves launches on an accelerator, and costs memory.
 BATCH_ENTRIES = 2**24
 
@@ -49,6 +51,7 @@ class MatrixStatistics:
 
     parameter: str
     block: int
+    module: str
     manifold: str
     certified_ratio: float
     tangent_residual: float
@@ -123,7 +126,7 @@ class ManifoldMuon(Optimizer):
             "blocks": blocks,
             "skipped_steps": 0,
         }
-        self._last: list[tuple[list[tuple[str, int, str]], Solution, Tensor]] = []
+        self._last: list[tuple[list[tuple[str, int, str, str]], Solution, Tensor]] = []
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -181,10 +184,10 @@ class ManifoldMuon(Optimizer):
         return found
 
     @torch.no_grad()
-    def manifold_residuals(self) -> list[tuple[str, int, float]]:
-        """Returns (parameter, block, residual) of each matrix as it is now; see the manifolds' ``residual``."""
+    def manifold_residuals(self) -> list[tuple[str, int, str, float]]:
+        """Returns (parameter, block, module, residual) of each matrix as it is now; see the manifolds' ``residual``."""
         return [
-            (name, index, float(as_manifold(block.manifold).residual(block.of(parameter))))
+            (name, index, group.get("module", MODULE), float(as_manifold(block.manifold).residual(block.of(parameter))))
             for group in self.param_groups
             for name, parameter in _named(group)
             for index, block in enumerate(_blocks(group))
@@ -225,7 +228,7 @@ class ManifoldMuon(Optimizer):
                 self.state[work.parameter][f"dual_{work.index}"] = solution.dual[i].clone()
         rms = lr * torch.linalg.matrix_norm(solution.update) / (w.shape[-2] * w.shape[-1]) ** 0.5
         nothing = rms.new_empty(0)  # the tall tensors are not kept
-        matrices = [(work.name, work.index, manifold.name) for work in batch]
+        matrices = [(work.name, work.index, work.group.get("module", MODULE), manifold.name) for work in batch]
         self._last.append((matrices, replace(solution, update=nothing, dual=None), rms))
 
 

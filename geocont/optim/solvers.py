@@ -171,6 +171,25 @@ def certify(w: Tensor, g: Tensor, manifold: Manifold, update: Tensor, *duals: Te
     return (g * tangent).sum((-2, -1)) / torch.stack([_singular_values(g).sum(-1), *bounds]).amin(0)
 
 
+@torch.no_grad()
+def long_solve(w: Tensor, g: Tensor, manifold: Manifold, iterations: int = 60) -> tuple[Tensor, Tensor]:
+    """Returns the best objective ``(B)`` and the least upper bound ``(B)`` that a long solve in float64 finds.
+
+    It reweights ``iterations`` times at each of three falling smoothings. The optimum lies between the two.
+    """
+    problem, scale = _pose(w.double(), g.double(), manifold, "eigh")
+    dual = problem.projecting_dual()
+    objectives = []
+    bounds = [_singular_values(problem.g).sum(-1), _singular_values(problem.g + 2 * problem.w @ dual).sum(-1)]
+    for smoothing in (1e-5, 1e-7, 1e-9):
+        problem = replace(problem, smoothing=smoothing)
+        for _ in range(iterations):
+            dual = dual + RELAXATION[1] * problem.step(problem.reweigh(dual), dual)
+        objectives.append(problem.answer(dual, dual).objective)
+        bounds.append(_singular_values(problem.g + 2 * problem.w @ dual).sum(-1))
+    return torch.stack(objectives).amax(0) * scale, torch.stack(bounds).amin(0) * scale
+
+
 @dataclass(frozen=True)
 class _Weights:
     """Q = (X^T X + e I)^(-1/2) at some L, and how it came about."""
@@ -192,6 +211,7 @@ class _Problem:
     d: Tensor  # W^T W, or its diagonal (B, n)
     c: Tensor  # W^T G
     gram: Tensor  # G^T G
+    smoothing: float = SMOOTHING
 
     def times_d(self, x: Tensor) -> Tensor:
         return self.d @ x if self.d.ndim == x.ndim else self.d[..., :, None] * x
@@ -202,7 +222,7 @@ class _Problem:
 
     def reweigh(self, dual: Tensor) -> _Weights:
         cross = self.c.mT @ dual
-        return _weigh(self.gram + 2 * (cross + cross.mT) + 4 * (dual @ self.times_d(dual)), self.root)
+        return _weigh(self.gram + 2 * (cross + cross.mT) + 4 * (dual @ self.times_d(dual)), self.root, self.smoothing)
 
     def step(self, weights: _Weights, dual: Tensor) -> Tensor:
         """Returns what takes ``dual`` to the minimiser of the majorant."""
@@ -293,16 +313,16 @@ def _scaled(solution: Solution, scale: Tensor) -> Solution:
     return replace(solution, objective=solution.objective * scale, bound=solution.bound * scale)
 
 
-def _weigh(s: Tensor, root: Root) -> _Weights:
+def _weigh(s: Tensor, root: Root, smoothing: float = SMOOTHING) -> _Weights:
     s = (s + s.mT) / 2
     if root != "eigh":
         largest = torch.linalg.matrix_norm(s @ s, keepdim=True).sqrt()  # within n^(1/4)
-        s = s + SMOOTHING * largest * torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
+        s = s + smoothing * largest * torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
         q = inverse_sqrt(s, root)
         return _Weights(q, (s * q).sum((-2, -1)))
     values, vectors = eigh(s)
     values = values.clamp_min(0)
-    roots = inverse_sqrt_of_eigenvalues(values + SMOOTHING * values[..., -1:])
+    roots = inverse_sqrt_of_eigenvalues(values + smoothing * values[..., -1:])
     q = (vectors * roots[..., None, :]) @ vectors.mT
     return _Weights(q, values.sqrt().sum(-1), roots, vectors)
 
