@@ -9,6 +9,7 @@ from callbacks.gradient_coherence import GradientCoherence
 from callbacks.last_checkpoint import LastCheckpoint
 from callbacks.optimizer_monitor import OptimizerMonitor
 from callbacks.progress_bar import ProgressBar
+from callbacks.softmax_saturation import SoftmaxSaturation
 from callbacks.spectral_dynamics import SpectralDynamics
 from callbacks.step_monitor import StepMonitor
 from callbacks.weight_continuity import WeightContinuity
@@ -18,6 +19,7 @@ __all__ = [
     "LastCheckpoint",
     "OptimizerMonitor",
     "ProgressBar",
+    "SoftmaxSaturation",
     "SpectralDynamics",
     "StepMonitor",
     "WeightContinuity",

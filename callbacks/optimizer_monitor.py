@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
@@ -23,7 +24,8 @@ class OptimizerMonitor(RowCallback):
     Of the step that led to the weights of the row: ``certified_ratio`` (share of the best possible descent that the
     step certainly reached, 1 is optimal; worst is the least), ``tangent_residual`` (of the solver's answer before it
     was projected) and ``update_rms``; the optimizer knows them already. Of the weights themselves:
-    ``manifold_residual``. Modules are ``attention`` and ``mlp``, or ``matrices``.
+    ``manifold_residual``. Modules are ``attention`` and ``mlp``, or ``matrices``. The certified ratios of all matrices
+    go to the run's local store.
 
     Args:
         every_n_steps: Log every so many optimizer steps.
@@ -42,6 +44,7 @@ class OptimizerMonitor(RowCallback):
         """Logs what the optimizer knows of its last step, and the residuals of its constraints."""
         started = time.perf_counter()
         metrics: dict[str, float] = {}
+        arrays: dict[str, torch.Tensor] = {}
         for muon in _with_statistics(optimizer):
             values: dict[str, list[float]] = {}
             for matrix in muon.statistics():
@@ -52,10 +55,12 @@ class OptimizerMonitor(RowCallback):
             for name, found in values.items():
                 metrics[f"optim/{name}"] = sum(found) / len(found)
                 metrics[f"optim/{name}_worst"] = min(found) if name.startswith("certified") else max(found)
+                if name.startswith("certified"):
+                    arrays[f"optim/{name}"] = torch.tensor(found)
             metrics["optim/skipped_steps"] = float(muon.skipped_steps)
         if metrics:
             cost = 1e3 * (time.perf_counter() - started)
-            Collector.of(trainer).add(trainer, metrics, milliseconds=cost)
+            Collector.of(trainer).add(trainer, metrics, arrays=arrays, milliseconds=cost)
 
 
 def _with_statistics(optimizer: Any) -> Iterable[Any]:

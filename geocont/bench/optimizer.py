@@ -150,7 +150,7 @@ def _real(config: GPT2Config, manifold: str) -> list[Case]:
         w, g = p.detach(), p.grad + 0.95 * momentum
         tall = w.shape[0] >= w.shape[1]
         w, g = (w, g) if tall else (w.mT, g.mT)
-        cases.append(Case("real", manifold, _shape(p), w.clone(), g.clone(), state.get("dual_0")))
+        cases.append(Case("real", manifold, _shape(p), w.clone(), g.clone(), state.get("carry_0")))
     return cases
 
 

@@ -5,62 +5,69 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from geocont.cli.options import Parser, add_json_option, check_json_path, nearest, words, write_rows
 from geocont.errors import UserError
 
-EXPERIMENTS = {"mlp": "residual MLPs: what makes adjacent layers line up (arXiv 2605.04971)"}
+EXPERIMENTS = {
+    "mlp": "residual MLPs: what makes adjacent layers line up (arXiv 2605.04971)",
+    "manifolds": "GPT-2 with a constraint for each module: which belongs where (arXiv 2606.13276)",
+}
+PRESETS = {
+    "mlp": "smoke: a minute; cpu: 3,700 steps a run, three seeds; paper: all of MNIST, five seeds",
+    "manifolds": "smoke: 20 steps; cpu: four layers of 128, 320 steps a run, three seeds; paper: GPT-2 small, a seed",
+}
+DATA = {
+    "mlp": "digits, a folder of MNIST as parquet, or a name on the hub",
+    "manifolds": "stdlib, a folder of text or parquet, or a name on the hub",
+}
+VARIANTS = {
+    "mlp": "res_relu res_none res_radial nores_tanh",
+    "manifolds": "unconstrained stiefel dgram hetero hetero_inv adamw, and stiefel hetero hetero_inv with _dual_ascent",
+}
 
 
 def run(command: str, arguments: Sequence[str]) -> int:
     """Runs ``geocont reproduce``."""
+    about = "; ".join(f"{name}: {what}" for name, what in EXPERIMENTS.items())
     parser = Parser(prog="geocont reproduce", description="Repeat an experiment of a paper; see EXPERIMENT --help.")
-    parser.add_argument("experiment", metavar="EXPERIMENT", choices=EXPERIMENTS, help=_list_of_experiments())
-    parser.parse_args(arguments[:1])
-    return _mlp(_mlp_parser().parse_args(arguments[1:]))
+    parser.add_argument("experiment", metavar="EXPERIMENT", choices=EXPERIMENTS, help=about)
+    name = parser.parse_args(arguments[:1]).experiment
+    return _reproduce(name, _parser(name).parse_args(arguments[1:]))
 
 
-def _list_of_experiments() -> str:
-    return "; ".join(f"{name}: {what}" for name, what in EXPERIMENTS.items())
-
-
-def _mlp_parser() -> Parser:
-    parser = Parser(prog="geocont reproduce mlp", description=EXPERIMENTS["mlp"])
+def _parser(name: str) -> Parser:
+    parser = Parser(prog=f"geocont reproduce {name}", description=EXPERIMENTS[name])
     parser.add_argument(
-        "--preset",
-        choices=("smoke", "cpu", "paper"),
-        default="cpu",
-        help="smoke: a minute; cpu: 3,700 steps a run, three seeds; paper: all of MNIST, five seeds (default: cpu)",
+        "--preset", choices=("smoke", "cpu", "paper"), default="cpu", help=f"{PRESETS[name]} (default: cpu)"
     )
-    parser.add_argument(
-        "--data", help="digits, a folder of MNIST as parquet, or a name on the hub (default: the preset's)"
-    )
-    parser.add_argument(
-        "--variants", nargs="+", default=["all"], help="some of res_relu res_none res_radial nores_tanh (default: all)"
-    )
+    parser.add_argument("--data", help=f"{DATA[name]} (default: the preset's)")
+    parser.add_argument("--variants", nargs="+", default=["all"], help=f"some of {VARIANTS[name]} (default: all)")
     parser.add_argument("--seeds", type=int, help="number of seeds (default: the preset's)")
-    parser.add_argument("--out", type=Path, help="folder of everything (default: runs/reproduce/mlp-PRESET)")
+    parser.add_argument("--out", type=Path, help=f"folder of everything (default: runs/reproduce/{name}-PRESET)")
     parser.add_argument("--jobs", type=int, help="trainings at a time (default: as many as cores)")
     add_json_option(parser)
     return parser
 
 
-def _mlp(options: Namespace) -> int:
+def _reproduce(name: str, options: Namespace) -> int:
     from rich.console import Console
 
-    from geocont.experiments import mlp
+    from geocont.experiments import manifolds, mlp
     from geocont.experiments.runner import Runner
     from geocont.report.summary import leet_command
 
+    experiment: Any = {"mlp": mlp, "manifolds": manifolds}[name]
     check_json_path(options.json)
-    variants = choose(options.variants, mlp.VARIANTS)
-    out = options.out or Path("runs/reproduce") / f"mlp-{options.preset}"
-    jobs = mlp.jobs(options.preset, options.data, variants, options.seeds)
-    runner = Runner(out, mlp.plan(options.preset, options.data), jobs, options.jobs)
+    variants = choose(options.variants, experiment.VARIANTS)
+    out = options.out or Path("runs/reproduce") / f"{name}-{options.preset}"
+    jobs = experiment.jobs(options.preset, options.data, variants, options.seeds)
+    runner = Runner(out, experiment.plan(options.preset, options.data), jobs, options.jobs)
     console = Console(highlight=False)
     console.print(f"{len(jobs)} runs; live: {leet_command(runner.folder(jobs[0]) / 'wandb')}", soft_wrap=True)
     runner.run(console)
-    rows = mlp.report(runner, console)
+    rows = experiment.report(runner, console)
     write_rows(options.json, rows)
     return 0 if len(rows) == len(jobs) else 1
 

@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from geocont.conf import conf_folder
 from geocont.errors import UserError
+from geocont.experiments.results import absolute, curve, pick, publish
 from geocont.experiments.runner import PLAN_FILE, Job, Runner, collect
 from geocont.measures.continuity import chance
 from geocont.report.plots import Curve, draw_curves, save_figure
-from geocont.report.summary import dashboard_command
-from geocont.report.tables import as_csv, as_markdown, mean_and_spread, summarise_by_variant
-from geocont.runs.files import write_atomically
+from geocont.report.tables import as_markdown, mean_and_spread, summarise_by_variant
 from geocont.runs.store import read_metrics
 
 WIDTH = 256  # of the hidden layers in conf/experiment/mlp
@@ -92,13 +90,13 @@ COLUMNS = {
 
 def plan(preset: str, data: str | None) -> dict[str, Any]:
     """Returns what identifies the experiment: runs of another plan do not belong into the same folder."""
-    return {"experiment": "mlp", "preset": preset, "data": _absolute(data or PRESETS[preset].data)}
+    return {"experiment": "mlp", "preset": preset, "data": absolute(data or PRESETS[preset].data)}
 
 
 def jobs(preset: str, data: str | None, variants: Sequence[str], seeds: int | None) -> list[Job]:
     """Returns the trainings of the experiment, seed by seed, so that a first comparison is there early."""
     size = PRESETS[preset]
-    data = _absolute(data or size.data)
+    data = absolute(data or size.data)
     count = size.seeds if seeds is None else seeds
     if count < 1:
         raise UserError(f"--seeds must be at least 1, got {count}")
@@ -117,20 +115,10 @@ def _arguments(name: str, data: str, size: Preset) -> list[str]:
     return [*arguments, "--trainer.max_epochs", str(epochs)]
 
 
-def _absolute(data: str) -> str:
-    """A folder's path must mean the same wherever the experiment is continued."""
-    return str(Path(data).resolve()) if Path(data).is_dir() else data
-
-
 def describe(run_dir: Path) -> dict[str, Any]:
     """Returns the figures of one run, None where it has none."""
     rows = read_metrics(run_dir)
-
-    def pick(key: str, position: int) -> float | None:
-        values = [row[key] for row in rows if key in row]
-        return values[position] if values else None
-
-    figures = {column: pick(key, position) for column, (key, position) in COLUMNS.items()}
+    figures = {column: pick(rows, key, position) for column, (key, position) in COLUMNS.items()}
     return figures | {"steps": rows[-1]["step"] if rows else 0}
 
 
@@ -145,19 +133,10 @@ def report(runner: Runner, console: Console) -> list[dict[str, Any]]:
         variant = VARIANTS[summary["variant"]]
         summary["paper_weight_v1"] = variant.paper_weight_v1
         summary["paper_gradient_v1_init"] = variant.paper_gradient_v1_init
-    write_atomically(out / "runs.csv", as_csv(rows))
-    write_atomically(out / "table.csv", as_csv(table))
-    markdown = as_markdown(HEADER, [_cells(summary) for summary in table])
-    write_atomically(out / "table.md", markdown)
-    _draw(runner, rows, out / "continuity.png")
-    console.print(f"\n{markdown}", soft_wrap=True)
-    console.print(f"chance level of v1 at width {WIDTH}: {chance('v1', WIDTH):.3f}")
-    console.print(
-        f"runs      {out / 'runs'}\ntables    {out / 'table.md'}, table.csv, runs.csv\n"
-        f"figure    {out / 'continuity.png'}"
-    )
-    dashboards = filter(None, (dashboard_command(Path(row["run"])) for row in rows))
-    console.print(f"dashboard {next(dashboards, 'no W&B files')}", soft_wrap=True)
+    figure = out / "continuity.png"
+    _draw(runner, rows, figure)
+    note = f"chance level of v1 at width {WIDTH}: {chance('v1', WIDTH):.3f}"
+    publish(out, rows, table, as_markdown(HEADER, [_cells(summary) for summary in table]), note, figure, console)
     return rows
 
 
@@ -188,7 +167,7 @@ def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> None:
     for axes, (key, title) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
         groups: dict[str, list[Curve]] = {}
         for row in rows:
-            groups.setdefault(VARIANTS[row["variant"]].label, []).append(_curve(Path(row["run"]), key))
+            groups.setdefault(VARIANTS[row["variant"]].label, []).append(curve(Path(row["run"]), key))
         draw_curves(axes, groups, title, "v1 of adjacent layers, |cos|", chance("v1", WIDTH))
         axes.label_outer()
     figure.axes[1].legend(loc="center left", fontsize=9)
@@ -198,9 +177,3 @@ def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> None:
         f"Residual MLP, 16 x {WIDTH}, {Path(data).name}: mean and range of {seeds} seed{'s' * (seeds > 1)}", fontsize=12
     )
     save_figure(figure, path)
-
-
-def _curve(run_dir: Path, key: str) -> Curve:
-    points = [(row["step"], row[key]) for row in read_metrics(run_dir) if row.get(key) is not None]
-    steps, values = zip(*points, strict=True) if points else ((), ())
-    return Curve(np.array(steps), np.array(values))

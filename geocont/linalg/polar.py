@@ -32,8 +32,8 @@ SCHEDULES: dict[str, tuple[Coefficients, ...]] = {
 #: Polar Express divides its coefficients so, but for the last ones, lest rounding push a singular value above 1.
 SAFETY = 1.01
 STEPS = {"newton_schulz": 20, "muon": 5, "polar_express": 10}
-#: Share of the largest singular value below which ``eigh`` takes one for zero: the rounding of float32's Gram matrix.
-RANK_CUT = 3e-4
+#: Share of the largest singular value below which ``eigh`` takes one for zero: the rounding of float32's entries.
+RANK_CUT = 1e-6
 
 
 def schedule(name: str, steps: int) -> list[Coefficients]:
@@ -63,7 +63,8 @@ def msign(
     Args:
         x: Matrices ``(..., m, n)``, tall or wide, of any floating type.
         method: ``polar_express``, ``newton_schulz`` or ``muon``, polynomial iterations that need products only (see
-            :data:`SCHEDULES`); or ``eigh``, exact for singular values above 3e-4 of the largest, zero below.
+            :data:`SCHEDULES`); or ``eigh``, in float64, exact for singular values above 1e-6 of the
+            largest, zero below.
         steps: Of the iteration; by default 10, 20 and 5.
         dtype: In which the products are taken: bfloat16 is what optimizers use on accelerators.
 
@@ -77,6 +78,7 @@ def msign(
     finite = torch.isfinite(scale)
     y = torch.where(finite, tall.float() / torch.where(scale == 0, 1, scale), 0)  # else squares of 1e-20 would be zero
     if method == "eigh":
+        y = y.double()
         y = y @ inverse_sqrt(y.mT @ y, cut=RANK_CUT**2)
     else:
         norm = torch.linalg.matrix_norm(y, keepdim=True)

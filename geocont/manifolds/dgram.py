@@ -9,7 +9,7 @@ from torch import Tensor
 
 from geocont.errors import UserError
 from geocont.manifolds.base import Manifold, column_norms, off_diagonal
-from geocont.manifolds.stiefel import polar_factor, to_orthonormal
+from geocont.manifolds.stiefel import orthonormal, polar_factor
 
 
 class DGram(Manifold):
@@ -41,8 +41,7 @@ class DGram(Manifold):
         return self._rescaled(w, polar_factor(w / column_norms(w, self.name)))
 
     def _retract(self, w: Tensor) -> Tensor:
-        unit = w / column_norms(w, self.name)
-        return self._rescaled(w, unit @ to_orthonormal(unit.mT @ unit))
+        return self._rescaled(w, orthonormal(w / column_norms(w, self.name)))
 
     def _rescaled(self, w: Tensor, q: Tensor) -> Tensor:
         return q * (q * w).sum(-2, keepdim=True).clamp(self.lo, self.hi)

@@ -24,9 +24,9 @@ def as_manifold(given: str | Mapping[str, Any] | Manifold) -> Manifold:
     """
     if isinstance(given, Manifold):
         return given
-    options = {"name": given} if isinstance(given, str) else dict(given)
+    options = dict(given) if isinstance(given, Mapping) else {"name": given}
     name = options.pop("name", None)
-    if name not in MANIFOLDS:
+    if not isinstance(name, str) or name not in MANIFOLDS:
         near = difflib.get_close_matches(str(name), MANIFOLDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"manifold must be one of {', '.join(MANIFOLDS)}, got {name!r}{hint}")

@@ -40,7 +40,7 @@ class Stiefel(Manifold):
         return polar_factor(w)
 
     def _retract(self, w: Tensor) -> Tensor:
-        return w @ to_orthonormal(w.mT @ w)
+        return orthonormal(w)
 
     def _residual(self, gram: Tensor) -> Tensor:
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
@@ -65,19 +65,35 @@ def polar_factor(w: Tensor) -> Tensor:
             " initialise it otherwise, or leave it unconstrained"
         )
     q = wide @ ((vectors * values.rsqrt()[..., None, :]) @ vectors.mT) / norm
-    return (q @ to_orthonormal(q.mT @ q)).to(w.dtype)
+    return orthonormal(q).to(w.dtype)
 
 
-def to_orthonormal(gram: Tensor) -> Tensor:
-    """Returns Z with (W Z)^T (W Z) = I, the polar factor's, from W^T W ``(..., n, n)`` alone.
+def orthonormal(w: Tensor) -> Tensor:
+    """Returns the polar factor of matrices of full rank ``(..., m, n)``.
 
     After a step of at most 0.5 in the spectral norm, one to three quintic Newton-Schulz steps do, taken on the Gram
-    matrix: W itself is multiplied once. What is further off goes through eigenvalues.
+    matrix: W itself is multiplied once. What is further off goes through eigenvalues in float64 first.
     """
+    gram = w.mT @ w
+    distance = _distance(gram)
+    if distance < NEAR:
+        return w @ _from_near(gram, distance)
+    q = w.double()
+    q = q @ inverse_sqrt(q.mT @ q, cut=RANK)
+    gram = q.mT @ q
+    distance = _distance(gram)
+    return (q @ _from_near(gram, distance) if distance < NEAR else q).to(w.dtype)
+
+
+def _distance(gram: Tensor) -> float:
+    """Returns a bound of the largest distance, in the spectral norm, of Gram matrices from the identity."""
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    distance = float(torch.linalg.matrix_norm(gram - identity, ord=torch.inf).max())  # bounds the spectral norm's
-    if not distance < NEAR:
-        return inverse_sqrt(gram, cut=1e-12)
+    return float(torch.linalg.matrix_norm(gram - identity, ord=torch.inf).max())
+
+
+def _from_near(gram: Tensor, distance: float) -> Tensor:
+    """Returns Z with Z W^T W Z = I from W^T W ``(..., n, n)`` within ``distance`` < 1 of the identity."""
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     a, b, c = SCHEDULES["newton_schulz"][0]
     z = identity.expand_as(gram)
     while True:

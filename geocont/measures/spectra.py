@@ -34,9 +34,9 @@ def spectra(w: Tensor) -> dict[str, list[float]]:
     """Returns the spectral measures of matrices ``(L, m, n)``, L values of each, NaN where one has no value.
 
     ``sigma_max``, ``sigma_min``; ``condition``, their ratio (infinite, so without value, for a singular matrix);
-    ``stable_rank``, ||W||_F^2 / sigma_max^2 (0 for a zero matrix); ``gram_off_diagonal``, ||off(W^T W)||_F relative to
-    ||W^T W||_F; ``column_norm_min`` and ``column_norm_max``. Columns are those of the smaller side, on which constraints
-    hold: rows of a wide matrix.
+    ``stable_rank``, ||W||_F^2 / sigma_max^2 (0 for a zero matrix); ``gram_off_diagonal``, the norm of W^T W without its
+    diagonal, relative to that of W^T W; ``column_norm_min`` and ``column_norm_max``. Columns are those of the smaller
+    side, on which constraints hold: rows of a wide matrix.
     """
     w = w if w.shape[-2] >= w.shape[-1] else w.mT
     s = singular_values(w)

@@ -15,7 +15,7 @@ from geocont.errors import UserError
 from geocont.manifolds import MANIFOLDS, as_manifold
 from geocont.optim.composite import Composite, NamedParameters
 from geocont.optim.manifold_muon import Block, ManifoldMuon, ManifoldSpec, SolverName, gradients_are_finite
-from geocont.weights import Matrix, WeightMap
+from geocont.weights import Matrix, WeightMap, canonical_name
 
 #: What a matrix is assigned to that Muon leaves to AdamW.
 ADAMW = "adamw"
@@ -103,7 +103,8 @@ class ModuleWise(Composite):
         adamw: AdamWOptions = AdamWOptions(),  # noqa: B008
         weights: dict[str, Any] | None = None,
     ) -> None:
-        named = params if isinstance(params, NamedParameters) else NamedParameters(params)
+        given = params.weights if isinstance(params, NamedParameters) else None
+        named = NamedParameters([(canonical_name(name), p) for name, p in params], given)
         if weights is not None:
             named.weights = WeightMap.from_patterns(weights, {name: p.shape for name, p in named})
         if named.weights is None:
@@ -124,12 +125,32 @@ class ModuleWise(Composite):
 
     def step_parts(self) -> None:
         """Performs the step, unless a gradient is not finite."""
-        muon = self.parts.get("muon")
         if gradients_are_finite(self):
             for part in self.parts.values():
                 part.update() if isinstance(part, ManifoldMuon) else part.step()
-        elif isinstance(muon, ManifoldMuon):
-            muon.skip()
+        else:
+            for group in self.param_groups:
+                group["skipped_steps"] = self.skipped_steps + 1
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps that were skipped because a gradient was not finite."""
+        return self.param_groups[-1].get("skipped_steps", 0)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores groups and state, which must have been saved under the same assignment.
+
+        Raises:
+            UserError: The state was saved under another one, which the groups would bring with them.
+        """
+        saved, present = _constraints(state_dict["param_groups"]), _constraints(self.param_groups)
+        if saved != present:
+            raise UserError(f"optimizer.assignment: the checkpoint was saved under {saved}, this is {present}")
+        super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy needs."""
+        return {**super().__getstate__(), "plan": self.plan}
 
     def describe(self) -> str:
         """Returns a table of what is assigned to what: rule, constraint, matrices and parameters, a line each."""
@@ -147,6 +168,16 @@ class ModuleWise(Composite):
             f"{line[0]:{widths[0]}}  {line[1]:{widths[1]}}  {line[2]:>{widths[2]}}  {line[3]:>{widths[3]}}"
             for line in lines
         )
+
+
+def _constraints(groups: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the rule, or the constraint of each matrix, of every group."""
+    found = []
+    for group in groups:
+        blocks = group.get("blocks") or [group]
+        specs = [repr(as_manifold(block["manifold"])) for block in blocks if "manifold" in block]
+        found.append(f"{group['module']}: {' + '.join(specs)}" if specs else str(group.get("name")))
+    return ", ".join(found)
 
 
 @dataclass
@@ -177,7 +208,7 @@ def plan(params: NamedParameters, assignment: str | Mapping[str, Any], split: bo
             if any(spec != ADAMW for spec in specs):
                 raise UserError(f"optimizer.assignment: {name} is fused; {ADAMW} takes all of it or nothing")
             found[name] = Assigned(own[0].module)
-        elif split and len(own) > 1:
+        elif split:
             _check_covered(name, own, sizes[name])
             blocks = [Block(spec, m.rows, m.columns, m.transposed) for m, spec in zip(own, specs, strict=True)]
             found[name] = Assigned(own[0].module, blocks)
@@ -186,7 +217,7 @@ def plan(params: NamedParameters, assignment: str | Mapping[str, Any], split: bo
                 raise UserError(
                     f"optimizer.assignment: {name} is fused and has several constraints; set optimizer.fused=split"
                 )
-            found[name] = Assigned(own[0].module, [Block(specs[0])])
+            found[name] = Assigned(own[0].module, [Block(specs[0], transposed=own[0].transposed)])
     return found
 
 
@@ -199,6 +230,8 @@ def _as_map(assignment: str | Mapping[str, Any]) -> Mapping[str, Any]:
                 + (f"; did you mean {near[0]}?" if near else "")
             )
         return ASSIGNMENTS[assignment]
+    if not isinstance(assignment, Mapping):
+        raise UserError(f"optimizer.assignment must be one of {', '.join(ASSIGNMENTS)} or a map, got {assignment!r}")
     for key, spec in assignment.items():
         if spec == ADAMW:
             continue
@@ -274,8 +307,8 @@ def _groups(params: NamedParameters, found: Mapping[str, Assigned]) -> tuple[lis
         if assigned is None or not assigned.blocks:
             rest.append((name, parameter))
             continue
-        fused = len(assigned.blocks) > 1
-        options = {"blocks": assigned.blocks} if fused else {"manifold": assigned.blocks[0].manifold}
+        plain = assigned.blocks == [Block(assigned.blocks[0].manifold)]
+        options = {"manifold": assigned.blocks[0].manifold} if plain else {"blocks": assigned.blocks}
         key = f"{assigned.module} {options}"
         group = groups.setdefault(key, {"params": [], "module": assigned.module, **options})
         group["params"].append((name, parameter))

@@ -83,6 +83,10 @@ class Composite(Optimizer):
             part.param_groups = [group for group in self.param_groups if group["name"] == name]
             part.state = self.state
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy needs: torch's own keeps groups and state only."""
+        return {**super().__getstate__(), "parts": self.parts}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Performs one step of every part; the closure is evaluated once, before them."""

@@ -91,7 +91,8 @@ class ManifoldMuon(Optimizer):
         manifold: ``euclidean``, ``stiefel``, ``dgram`` or ``oblique``, or a name with options,
             ``{name: dgram, lo: 0.5, hi: 2.0}``.
         solver: ``reweighted``; ``dual_ascent``, the published one, for comparison; ``projected``, one msign.
-        iterations: Of the solver; by default 3 (8 for square matrices on DGram), and 20 of ``dual_ascent``.
+        iterations: Of the solver; by default 3 (on DGram 4, and 8 for square matrices), and 20 of
+            ``dual_ascent``.
         adjust_lr_fn: Scaling of lr for matrices that are not square, as in torch.optim.Muon: ``original``,
             sqrt(max(1, rows / columns)); ``match_rms_adamw``, 0.2 sqrt(max(rows, columns)); none by default.
         blocks: The matrices within a fused parameter, :class:`Block` s or their fields; by default it is one matrix.
@@ -143,6 +144,11 @@ class ManifoldMuon(Optimizer):
             for block in _blocks(group):
                 if parameter.requires_grad:
                     _put_on_manifold(name, block.of(parameter.data), as_manifold(block.manifold))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a copy, which torch makes of groups and state only."""
+        super().__setstate__(state)
+        self.__dict__.setdefault("_last", [])
 
     @property
     def skipped_steps(self) -> int:
@@ -215,21 +221,23 @@ class ManifoldMuon(Optimizer):
         group, manifold = batch[0].group, as_manifold(batch[0].block.manifold)
         w = torch.stack([work.w for work in batch]).float()
         g = torch.stack([work.g for work in batch]).float()
-        starts = [self.state[work.parameter].get(f"dual_{work.index}") for work in batch]
-        start = None if any(each is None for each in starts) else torch.stack(starts)
+        keys = [(self.state[work.parameter], f"carry_{work.index}") for work in batch]
+        start = None
+        if any(key in state for state, key in keys):  # a matrix that has none starts from nothing
+            start = torch.stack([state.get(key, w.new_zeros(w.shape[-1], w.shape[-1])) for state, key in keys])
         solution = _solve(w, g, manifold, group, start)
         lr = group["lr"] * _shape_factor(group["adjust_lr_fn"], *batch[0].block.of(batch[0].parameter).shape)
         if isinstance(manifold, Euclidean):
             w.mul_(1 - group["lr"] * group["weight_decay"])
         moved = manifold.retr(w, -lr * solution.update)
-        for i, work in enumerate(batch):
+        for i, (work, (state, key)) in enumerate(zip(batch, keys, strict=True)):
             work.w.copy_(moved[i])
-            if solution.dual is not None:
-                self.state[work.parameter][f"dual_{work.index}"] = solution.dual[i].clone()
+            if solution.carry is not None:
+                state[key] = solution.carry[i].clone()
         rms = lr * torch.linalg.matrix_norm(solution.update) / (w.shape[-2] * w.shape[-1]) ** 0.5
         nothing = rms.new_empty(0)  # the tall tensors are not kept
         matrices = [(work.name, work.index, work.group.get("module", MODULE), manifold.name) for work in batch]
-        self._last.append((matrices, replace(solution, update=nothing, dual=None), rms))
+        self._last.append((matrices, replace(solution, update=nothing, dual=None, carry=None), rms))
 
 
 def gradients_are_finite(optimizer: Optimizer) -> bool:
@@ -284,6 +292,8 @@ def _blocks(group: dict[str, Any]) -> list[Block]:
 def _put_on_manifold(name: str, w: Tensor, manifold: Manifold) -> None:
     if manifold.check_point_on_manifold(w)[0]:
         return
+    if not bool(torch.isfinite(w).all()):
+        raise UserError(f"{name}: it has a NaN or an infinite entry, and no place on its manifold")
     try:
         w.copy_(manifold.projx(w))
     except UserError as error:
@@ -322,7 +332,9 @@ def _check_parameter(name: str, parameter: Parameter, group: dict[str, Any]) -> 
             " train with --trainer.precision=bf16-mixed, or leave it unconstrained"
         )
     for block in _blocks(group):
-        if block.of(parameter).numel() == 0:
+        sizes = shape[::-1] if block.transposed else shape
+        parts = zip((block.rows, block.columns), sizes, strict=True)
+        if not all(part is None or 0 <= part[0] < part[1] <= size for part, size in parts):
             raise UserError(
                 f"{name}: rows {block.rows} and columns {block.columns} do not lie within its shape {shape}"
             )

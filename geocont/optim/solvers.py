@@ -29,12 +29,19 @@ SMOOTHING = 3e-6
 CONJUGATE_GRADIENTS = 8
 #: Factors of the steps on L; the last one is repeated. Majorants are too steep, up to twice near the optimum.
 RELAXATION = (1.0, 1.5, 1.8)
-#: Iterations by default; square matrices on DGram leave A little freedom beside rotations and converge slowly.
-ITERATIONS, ITERATIONS_SQUARE_DGRAM = 3, 8
+#: Iterations by default, also of tall and of square matrices on DGram: the square ones leave A little freedom beside
+#: rotations and converge slowly.
+ITERATIONS, ITERATIONS_DGRAM, ITERATIONS_SQUARE_DGRAM = 3, 4, 8
+#: What becomes of singular values above one, in turn: s^(1 - power), so they are cut to one, then inverted.
+INVERSIONS = (1, 2)
 #: Newton-Schulz steps on the closed form: smoothing leaves small singular values short of one.
 POLISHING = 2
-#: Share of its last correction that L starts from where matrices are square.
+#: Share of its last correction that L starts from where the multiplier of the projected gradient is its origin.
 KEPT = 0.8
+#: Share of G that is tangent (of its norm) above which a tall matrix starts without a multiplier instead.
+SHARE = 0.4
+#: Tangent parts below so many units of rounding are none.
+ROUNDING = 8
 #: The published solver: number of steps on L, length of the first, Polar Express steps in each.
 ASCENTS, ASCENT_STEP, ASCENT_POLAR_STEPS = 20, 0.1, 10
 
@@ -46,7 +53,9 @@ class Solution:
     update: Tensor
     """(B, m, n) A; zero for a zero G"""
     dual: Tensor | None
-    """(B, n, n) what the next call may start from; relative to the norm of G, so that it has no scale of its own"""
+    """(B, n, n) L, of the scale of G, from which the bound comes; None where there is no constraint"""
+    carry: Tensor | None
+    """(B, n, n) what the next call may start from, without a scale; None where there is nothing to keep"""
     tangent_residual: Tensor
     """(B) ||P(W^T A + A^T W)||_F / (||W||_F ||A||_F) of the solver's own A, before it is projected"""
     objective: Tensor
@@ -76,32 +85,37 @@ def reweighted(
     P[(C + 2 D L) Q + Q (C^T + 2 L D)] = 0 with C = W^T G and D = W^T W: a Lyapunov equation on Stiefel, one linear
     system on Oblique, conjugate gradients on DGram. Steps are over-relaxed. All of this is n x n: the tall factors come
     in through C and G^T G. In the end A = X Q is projected onto the tangent space, its singular values above one are
-    inverted, s -> 1/s, and it is projected again; to divide by the norm instead would shorten the step in every
-    direction for the sake of a few. Without a constraint A is msign(G), and on square Stiefel matrices it has a closed
-    form, W msign((W^T G - G^T W) / 2).
+    cut, it is projected again, what is still above one is inverted, s -> 1/s, and it is projected once more; to divide
+    by the norm instead would shorten the step in every direction for the sake of a few. Without a constraint A is
+    msign(G), and on square Stiefel matrices it has a closed form, W msign((W^T G - G^T W) / 2).
 
     Args:
         w: Points ``(B, m, n)``.
         g: Momenta ``(B, m, n)`` of any scale.
         manifold: The constraint.
-        iterations: Each costs an inverse square root and twelve products of n x n matrices. By default 3, and 8 for
-            square matrices on DGram.
-        start: ``dual`` of an earlier solution at nearby W and G; by default nothing.
+        iterations: Each costs an inverse square root and twelve products of n x n matrices. By default 3; on
+            DGram 4, and 8 for square matrices.
+        start: ``carry`` of an earlier solution at nearby W and G; by default nothing.
         root: How inverse square roots are taken: ``eigh``, or ``newton_schulz``, products only, for accelerators.
 
     Returns:
         The solution; A is tangent to 1e-6 and its spectral norm is at most 1 + 1e-6.
     """
+    if isinstance(manifold, Euclidean):
+        return _unconstrained(g, root)
     problem, scale = _pose(w, g, manifold, root)
     square = w.shape[-2] == w.shape[-1]
-    if isinstance(manifold, Euclidean) or (isinstance(manifold, Stiefel) and square):
+    if isinstance(manifold, Stiefel) and square:
         return _scaled(problem.closed_form(), scale)
     if iterations is None:
-        iterations = ITERATIONS_SQUARE_DGRAM if square and isinstance(manifold, DGram) else ITERATIONS
-    # A square matrix is nearly all rotation, and the multiplier of the projected gradient nearly right; a tall one's is
-    # further from the truth than none.
-    origin = problem.projecting_dual() if square else torch.zeros_like(problem.c)
-    dual = origin if start is None else origin + (KEPT if square else 1.0) * start
+        iterations = ITERATIONS
+        if isinstance(manifold, DGram):
+            iterations = ITERATIONS_SQUARE_DGRAM if square else ITERATIONS_DGRAM
+    # The multiplier of the projected gradient, 0 here, is nearly right for a square matrix, which is nearly all
+    # rotation, and where little of G is tangent. For other tall matrices no multiplier at all is nearer to the truth.
+    lifted = (problem.share > SHARE) & (not square)
+    origin = torch.where(lifted, problem.lifting, 0)
+    dual = origin if start is None else origin + torch.where(lifted, 1, KEPT) * start
     for k in range(iterations):
         dual = dual + RELAXATION[min(k, len(RELAXATION) - 1)] * problem.step(problem.reweigh(dual), dual)
     return _scaled(problem.answer(dual, dual - origin), scale)
@@ -112,14 +126,16 @@ def projected(w: Tensor, g: Tensor, manifold: Manifold, *, root: Root = "eigh") 
 
     The result is projected and divided by its norm where that exceeds one (SPEL, arXiv 2601.21487, is of this kind).
     """
+    if isinstance(manifold, Euclidean):
+        return _unconstrained(g, root)
     problem, scale = _pose(w, g, manifold, root)
-    tangent = manifold.proju(w, problem.g)
-    update = tangent @ _weigh(tangent.mT @ tangent, root).q
+    weights = _weigh(problem.gram, root)
+    update = problem.g @ weights.q
     inner = w.mT @ update
     feasible = update - w @ manifold.multiplier(problem.d, inner)
-    bound = problem.reweigh(problem.projecting_dual()).bound
     residual = problem.tangency(inner, update.mT @ update)
-    return _scaled(problem.solution(_shortened(feasible, root), None, residual, bound), scale)
+    solution = problem.solution(_shortened(feasible, root), torch.zeros_like(problem.c), None, residual, weights.bound)
+    return _scaled(solution, scale)
 
 
 def dual_ascent(
@@ -139,7 +155,7 @@ def dual_ascent(
     if isinstance(manifold, Euclidean):
         update = msign(g, "polar_express", ASCENT_POLAR_STEPS, dtype)
         objective = (g * update).sum((-2, -1))
-        return Solution(update, None, torch.zeros_like(objective), objective, objective)
+        return Solution(update, None, None, torch.zeros_like(objective), objective, objective)
     inner = w.mT @ g
     dual = -manifold.projector(inner + inner.mT) / 4
     for t in range(iterations):
@@ -151,6 +167,7 @@ def dual_ascent(
     return Solution(
         update,
         dual,
+        None,
         manifold.tangent_residual(w, update),
         (g * update).sum((-2, -1)),
         (x * update).sum((-2, -1)),  # of an exact msign, the nuclear norm of x
@@ -162,13 +179,14 @@ def certify(w: Tensor, g: Tensor, manifold: Manifold, update: Tensor, *duals: Te
     """Returns the certified ratio ``(B)`` of any update, the slow and exact way: in float64, by singular values.
 
     The update is projected onto the tangent space and divided by its norm where that exceeds one. The upper bound is
-    the least over the given dual variables L ``(B, n, n)`` (of the scale of G) and L = 0.
+    the least over the given dual variables L ``(B, n, n)`` (of the scale of G) and L = 0. A zero G has ratio 1.
     """
     w, g, update = w.double(), g.double(), update.double()
     tangent = manifold.proju(w, update)
     tangent = tangent / _singular_values(tangent).amax(-1)[..., None, None].clamp_min(1)
     bounds = [_singular_values(g + 2 * w @ manifold.projector(dual.double())).sum(-1) for dual in duals]
-    return (g * tangent).sum((-2, -1)) / torch.stack([_singular_values(g).sum(-1), *bounds]).amin(0)
+    bound = torch.stack([_singular_values(g).sum(-1), *bounds]).amin(0)
+    return torch.where(bound > 0, (g * tangent).sum((-2, -1)) / torch.where(bound > 0, bound, 1), 1)
 
 
 @torch.no_grad()
@@ -178,14 +196,14 @@ def long_solve(w: Tensor, g: Tensor, manifold: Manifold, iterations: int = 60) -
     It reweights ``iterations`` times at each of three falling smoothings. The optimum lies between the two.
     """
     problem, scale = _pose(w.double(), g.double(), manifold, "eigh")
-    dual = problem.projecting_dual()
+    dual = torch.zeros_like(problem.c)
     objectives = []
-    bounds = [_singular_values(problem.g).sum(-1), _singular_values(problem.g + 2 * problem.w @ dual).sum(-1)]
+    bounds = [_singular_values(problem.g + 2 * problem.w @ at).sum(-1) for at in (dual, problem.lifting)]
     for smoothing in (1e-5, 1e-7, 1e-9):
         problem = replace(problem, smoothing=smoothing)
         for _ in range(iterations):
             dual = dual + RELAXATION[1] * problem.step(problem.reweigh(dual), dual)
-        objectives.append(problem.answer(dual, dual).objective)
+        objectives.append(problem.answer(dual, None).objective)
         bounds.append(_singular_values(problem.g + 2 * problem.w @ dual).sum(-1))
     return torch.stack(objectives).amax(0) * scale, torch.stack(bounds).amin(0) * scale
 
@@ -202,7 +220,11 @@ class _Weights:
 
 @dataclass(frozen=True)
 class _Problem:
-    """W, G of norm one, and the n x n matrices that stand for them."""
+    """W, the tangent part of G with norm one, and the n x n matrices that stand for them.
+
+    Only the tangent part counts, <G, A> being the same for it. Near an optimum it is small beside the rest, in whose
+    rounding it would drown.
+    """
 
     w: Tensor
     g: Tensor
@@ -211,18 +233,19 @@ class _Problem:
     d: Tensor  # W^T W, or its diagonal (B, n)
     c: Tensor  # W^T G
     gram: Tensor  # G^T G
+    lifting: Tensor  # the L with which G + 2 W L is the whole of G again
+    share: Tensor  # (B, 1, 1) norm of the tangent part relative to that of the whole
     smoothing: float = SMOOTHING
 
     def times_d(self, x: Tensor) -> Tensor:
         return self.d @ x if self.d.ndim == x.ndim else self.d[..., :, None] * x
 
-    def projecting_dual(self) -> Tensor:
-        """Returns the L with which G + 2 W L is tangent: the projected gradient."""
-        return -self.manifold.multiplier(self.d, self.c) / 2
-
     def reweigh(self, dual: Tensor) -> _Weights:
         cross = self.c.mT @ dual
-        return _weigh(self.gram + 2 * (cross + cross.mT) + 4 * (dual @ self.times_d(dual)), self.root, self.smoothing)
+        square = 4 * (dual @ self.times_d(dual))
+        terms = torch.linalg.matrix_norm(self.gram, keepdim=True) + torch.linalg.matrix_norm(square, keepdim=True)
+        rounding = 2 * torch.finfo(terms.dtype).eps * terms
+        return _weigh(self.gram + 2 * (cross + cross.mT) + square, self.root, self.smoothing, rounding)
 
     def step(self, weights: _Weights, dual: Tensor) -> Tensor:
         """Returns what takes ``dual`` to the minimiser of the majorant."""
@@ -262,62 +285,88 @@ class _Problem:
             direction = conditioned + energy / previous.clamp_min(_tiny(q)) * direction
         return solution
 
-    def answer(self, dual: Tensor, kept: Tensor) -> Solution:
+    def answer(self, dual: Tensor, carry: Tensor | None) -> Solution:
         """Returns the feasible A that belongs to ``dual``, as G Y + W Z until the very end."""
         weights = self.reweigh(dual)
         y, z = weights.q, 2 * dual @ weights.q
-        inner = self.c @ y + self.times_d(z)
+        inner = self.c @ y + self.times_d(z)  # W^T A
         squares = y @ (self.gram @ y + self.c.mT @ z) + z.mT @ inner  # A^T A
         residual = self.tangency(inner, squares)
-        m = self.manifold.multiplier(self.d, inner)
-        squares = squares - inner.mT @ m - m @ inner + m @ self.times_d(m)
-        z = z - m
-        inverted = _inverting_large(squares, self.root)
-        update = self.g @ (y @ inverted) + self.w @ (z @ inverted)
-        update = self.manifold.proju(self.w, update)  # of A itself: what rounding did to it is projected away, too
-        return self.solution(_shortened(update, self.root), kept, residual, weights.bound)
+        for power in INVERSIONS:
+            m = self.manifold.multiplier(self.d, inner)
+            squares = squares - inner.mT @ m - m @ inner + m @ self.times_d(m)
+            inner, z = inner - self.times_d(m), z - m
+            shrunk = _shrinking_large(squares, power, self.root)
+            y, z, inner, squares = y @ shrunk, z @ shrunk, inner @ shrunk, shrunk @ squares @ shrunk
+        update = self.manifold.proju(self.w, self.g @ y + self.w @ z)  # of A itself, so that it is exact
+        return self.solution(_shortened(update, self.root), dual, carry, residual, weights.bound)
 
     def closed_form(self) -> Solution:
-        if isinstance(self.manifold, Euclidean):
-            weights = _weigh(self.gram, self.root)
-            return self.solution(self.g @ weights.q, None, torch.zeros_like(weights.bound), weights.bound)
+        """Returns the optimum on square Stiefel matrices."""
         skew = (self.c - self.c.mT) / 2
         weights = _weigh(skew.mT @ skew, self.root)
         rotation = skew @ weights.q
         for _ in range(POLISHING):
             rotation = 1.5 * rotation - 0.5 * rotation @ (rotation.mT @ rotation)
         update = self.w @ ((rotation - rotation.mT) / 2)
-        return self.solution(update, None, torch.zeros_like(weights.bound), weights.bound)
+        return self.solution(update, torch.zeros_like(self.c), None, torch.zeros_like(weights.bound), weights.bound)
 
-    def solution(self, update: Tensor, dual: Tensor | None, residual: Tensor, bound: Tensor) -> Solution:
-        return Solution(update, dual, residual, (self.g * update).sum((-2, -1)), bound)
+    def solution(self, update: Tensor, dual: Tensor, carry: Tensor | None, residual: Tensor, bound: Tensor) -> Solution:
+        return Solution(update, dual - self.lifting, carry, residual, (self.g * update).sum((-2, -1)), bound)
 
     def tangency(self, inner: Tensor, squares: Tensor) -> Tensor:
         """Returns the relative tangent residual of A from W^T A and A^T A."""
         off = torch.linalg.matrix_norm(self.manifold.projector(inner + inner.mT))
         trace = squares.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
-        return off / (torch.linalg.matrix_norm(self.w) * trace.sqrt()).clamp_min(_tiny(off))
+        norms = torch.linalg.matrix_norm(self.w) * trace.sqrt()
+        return torch.where(norms > 0, off / torch.where(norms > 0, norms, 1), 0)
+
+
+def _unconstrained(g: Tensor, root: Root) -> Solution:
+    g, norm = _normalised(g)
+    weights = _weigh(g.mT @ g, root)
+    update = g @ weights.q
+    objective = (g * update).sum((-2, -1))
+    norm = norm[..., 0, 0]
+    return Solution(update, None, None, torch.zeros_like(objective), objective * norm, weights.bound * norm)
 
 
 def _pose(w: Tensor, g: Tensor, manifold: Manifold, root: Root) -> tuple[_Problem, Tensor]:
-    """Returns the problem for G of Frobenius norm one, and G's norm ``(B)``; squares of 1e-20 would vanish."""
-    largest = g.abs().amax((-2, -1), keepdim=True)
+    """Returns the problem, and by how much ``(B)`` its G is smaller than that of the user."""
+    g, norm = _normalised(g)
+    d = manifold.metric(w)
+    c = w.mT @ g
+    m = manifold.multiplier(d, c)
+    g = g - w @ m
+    share = torch.linalg.matrix_norm(g, keepdim=True)
+    share = torch.where(share > ROUNDING * torch.finfo(g.dtype).eps, share, 0)  # else nothing of G is tangent
+    unit = torch.where(share == 0, 1, share)
+    g = torch.where(share == 0, 0, g / unit)
+    c = c - m * d[..., :, None] if d.ndim < m.ndim else c - d @ m
+    problem = _Problem(w, g, manifold, root, d, torch.where(share == 0, 0, c / unit), g.mT @ g, m / 2 / unit, share)
+    return problem, (norm * unit)[..., 0, 0]
+
+
+def _normalised(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns G with norm one, zero if it is zero, and its norm ``(B, 1, 1)``."""
+    largest = g.abs().amax((-2, -1), keepdim=True)  # first, as squares of 1e-20 would vanish
     g = g / torch.where(largest == 0, 1, largest)
     norm = torch.linalg.matrix_norm(g, keepdim=True)
-    g = g / torch.where(norm == 0, 1, norm)
-    problem = _Problem(w, g, manifold, root, manifold.metric(w), w.mT @ g, g.mT @ g)
-    return problem, (largest * norm)[..., 0, 0]
+    return g / torch.where(norm == 0, 1, norm), largest * norm
 
 
 def _scaled(solution: Solution, scale: Tensor) -> Solution:
-    return replace(solution, objective=solution.objective * scale, bound=solution.bound * scale)
+    """Returns the solution of a problem with G of norm one, for G as it is."""
+    dual = None if solution.dual is None else solution.dual * scale[..., None, None]
+    return replace(solution, dual=dual, objective=solution.objective * scale, bound=solution.bound * scale)
 
 
-def _weigh(s: Tensor, root: Root, smoothing: float = SMOOTHING) -> _Weights:
+def _weigh(s: Tensor, root: Root, smoothing: float = SMOOTHING, rounding: Tensor | float = 0.0) -> _Weights:
+    """Returns the weights of S, whose eigenvalues may be negative by ``rounding``, which products only cannot take."""
     s = (s + s.mT) / 2
     if root != "eigh":
         largest = torch.linalg.matrix_norm(s @ s, keepdim=True).sqrt()  # within n^(1/4)
-        s = s + smoothing * largest * torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
+        s = s + (smoothing * largest + rounding) * torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
         q = inverse_sqrt(s, root)
         return _Weights(q, (s * q).sum((-2, -1)))
     values, vectors = eigh(s)
@@ -327,16 +376,17 @@ def _weigh(s: Tensor, root: Root, smoothing: float = SMOOTHING) -> _Weights:
     return _Weights(q, values.sqrt().sum(-1), roots, vectors)
 
 
-def _inverting_large(squares: Tensor, root: Root) -> Tensor:
-    """Returns max(A^T A, I)^(-1), which takes singular values s > 1 of A to 1/s when A is multiplied by it."""
+def _shrinking_large(squares: Tensor, power: int, root: Root) -> Tensor:
+    """Returns max(A^T A, I)^(-power / 2): A times that has s^(1 - power) for its singular values s > 1."""
     squares = (squares + squares.mT) / 2
     if root == "eigh":
         values, vectors = eigh(squares)
-        return (vectors / values.clamp_min(1)[..., None, :]) @ vectors.mT
+        return (vectors * values.clamp_min(1).pow(-power / 2)[..., None, :]) @ vectors.mT
     identity = torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
     excess = squares - identity
     excess = (excess + msign(excess) @ excess) / 2  # its positive part
-    return torch.linalg.inv(identity + (excess + excess.mT) / 2)
+    larger = identity + (excess + excess.mT) / 2
+    return torch.linalg.inv(larger) if power == 2 else inverse_sqrt(larger, root)
 
 
 def _shortened(update: Tensor, root: Root) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -31,7 +32,13 @@ class Curve:
 
 
 def draw_curves(
-    axes: Axes, groups: Mapping[str, Sequence[Curve]], title: str, label: str, chance: float | None = None
+    axes: Axes,
+    groups: Mapping[str, Sequence[Curve]],
+    title: str,
+    label: str,
+    chance: float | None = None,
+    limits: tuple[float, float] | None = (0, 1.02),
+    scale: Literal["linear", "log"] = "linear",
 ) -> None:
     """Draws the mean of each group of curves with the range of its members, over steps on a logarithmic axis.
 
@@ -41,6 +48,8 @@ def draw_curves(
         title: Above the axes.
         label: Of the vertical axis.
         chance: Level for unrelated random matrices, drawn as a line.
+        limits: Of the vertical axis; None for those of the data.
+        scale: Of the vertical axis.
     """
     for (name, curves), (colour, dash) in zip(groups.items(), STYLES * len(groups), strict=False):
         steps = sorted(set.intersection(*(set(curve.steps.tolist()) for curve in curves))) if curves else []
@@ -54,7 +63,9 @@ def draw_curves(
     axes.set_xscale("symlog", linthresh=1)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlim(left=0)
-    axes.set_ylim(0, 1.02)
+    axes.set_yscale(scale)
+    if limits is not None:
+        axes.set_ylim(*limits)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(label)
     axes.set_title(title, fontsize=11)

@@ -49,9 +49,9 @@ def as_markdown(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), rule, *map(line, body)]) + "\n"
 
 
-def mean_and_spread(summary: Mapping[str, Any], column: str) -> str:
+def mean_and_spread(summary: Mapping[str, Any], column: str, digits: int = 2) -> str:
     """Returns ``0.97 +- 0.01`` for a column of :func:`summarise_by_variant`, ``-`` where there is no value."""
     mean, spread = summary[column], summary[f"{column}_spread"]
     if mean is None:
         return "-"
-    return f"{mean:.2f}" if spread is None else f"{mean:.2f} ± {spread:.2f}"
+    return f"{mean:.{digits}f}" if spread is None else f"{mean:.{digits}f} ± {spread:.{digits}f}"

@@ -134,16 +134,15 @@ def test_the_schedule_starts_at_its_start_and_repeats_its_end() -> None:
     assert schedule("muon", 2) == [(3.4445, -4.7750, 2.0315)] * 2
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 8, 10, 12])
+@pytest.mark.parametrize("steps", [5, 8, 10, 12])
 def test_the_composed_polynomial_never_exceeds_one(steps: int) -> None:
     """Protects stability: singular values that rounding pushed to 1.01 come back instead of growing."""
     x = torch.linspace(0, 1.01, 20001, dtype=torch.float64)
     for a, b, c in schedule("polar_express", steps):
         x = a * x + b * x**3 + c * x**5
     assert x.min() >= 0
-    bound = 1 + 1e-5 if steps >= 8 else 2.0
-    assert x.max() <= bound
-    assert x.max() >= 0.99
+    assert x.max() <= (1 + 1e-5 if steps >= 8 else 1.13)  # after five steps it still swings around one
+    assert x.max() >= 1 - 1e-5
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -169,8 +168,9 @@ def test_inverse_square_roots_agree_with_float64(root: str, condition: float) ->
     found = inverse_sqrt(s.float(), root)
     error = torch.linalg.matrix_norm(found.double() - exact, 2) / torch.linalg.matrix_norm(exact, 2)
     assert error.max() <= 1e-6 * condition + 1e-6
-    torch.testing.assert_close(found, found.mT, atol=0.0, rtol=1e-4)
-    torch.testing.assert_close(inverse_sqrt(s, root), exact, atol=0.0, rtol=1e-7)
+    root_of_s = inverse_sqrt(s, root)
+    product = root_of_s @ s @ root_of_s
+    torch.testing.assert_close(product, torch.eye(20, dtype=torch.float64).expand(3, 20, 20), atol=1e-8, rtol=0.0)
     assert (inverse_sqrt(torch.zeros(2, 4, 4), root) == 0).all()
 
 
