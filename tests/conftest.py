@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+CACHE = Path(tempfile.gettempdir()) / f"geocont-tests-{getpass.getuser()}"  # of tokens: kept, as their key says all
 
 SMALL = [
     *("--config", "conf/experiment/mlp/res_relu.yaml", "--logger.wandb=null", "--trainer.accelerator=cpu"),
@@ -21,6 +25,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "GEOCONT_RUN_DIR", "PL_GLOBAL_SEED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("GEOCONT_CACHE", str(CACHE))
 
 
 @pytest.fixture

@@ -13,7 +13,12 @@ from geocont.conf import conf_folder
 
 FILES = sorted(conf_folder().rglob("*.yaml"))
 OVERLAYS = [path for path in FILES if path.name != "base.yaml"]
-SHORT = ["--trainer.max_epochs=-1", "--trainer.max_steps=3", "--model.network.width=24", "--logger.wandb=null"]
+SHORT = ["--trainer.max_epochs=-1", "--trainer.max_steps=3", "--logger.wandb=null"]
+SHORT_MLP = ["--model.network.width=24"]
+SHORT_GPT2 = [  # the small overlay, on text that needs no network
+    *("--config", "conf/experiment/gpt2/cpu.yaml", "--trainer.val_check_interval=3", "--trainer.limit_val_batches=2"),
+    *("--model.network.width=32", "--model.network.context=32", "--data.context=32", "--data.batch_size=4"),
+]
 
 
 def name(path: Path) -> str:
@@ -39,7 +44,20 @@ def test_first_line_is_the_command_that_uses_the_file(path: Path, geocont: Calla
 
 @pytest.mark.parametrize("path", [path for path in OVERLAYS if "data" not in path.parts], ids=name)
 def test_every_configuration_trains(path: Path, geocont: Callable[..., tuple[int, str, str]], folder: Path) -> None:
-    status, out, err = geocont("fit", *command(path), *SHORT, "--run.dir=run")
+    given = command(path)
+    short = SHORT_GPT2 if "gpt2" in " ".join(given) else SHORT_MLP
+    status, out, err = geocont("fit", *given, *short, *SHORT, "--run.dir=run")
     assert status == 0, out + err
     if "debug" not in path.parts:
         assert (folder / "run/checkpoints/last.ckpt").exists()
+
+
+def test_the_assignments_differ_in_nothing_but_their_name() -> None:
+    """Protects the comparison of the second paper: the same model, data, schedule and rates for all of them."""
+    texts = {path.stem: path.read_text() for path in FILES if path.parent.name == "gpt2" and path.stem != "cpu"}
+    assert texts.keys() == {"unconstrained", "stiefel", "dgram", "hetero", "hetero_inv", "adamw"}
+    configs = {name: yaml.safe_load(text) for name, text in texts.items()}
+    for name, config in configs.items():
+        assert config["run"].pop("experiment") == f"gpt2/{name}"
+        assert config["model"]["init_args"]["optimizer"]["init_args"].pop("assignment") == name
+    assert all(config == configs["hetero"] for config in configs.values())

@@ -154,15 +154,18 @@ class ModuleWise(Composite):
 
     def describe(self) -> str:
         """Returns a table of what is assigned to what: rule, constraint, matrices and parameters, a line each."""
-        lines = [("rule", "constraint", "tensors", "parameters")]
+        kinds: dict[tuple[str, str], list[int]] = {}
         for group in self.param_groups:
             size, count = sum(p.numel() for p in group["params"]), len(group["params"])
+            constraint = f"weight decay {group['weight_decay']:g}"
             if group["name"] == "muon":
                 specs = [block["manifold"] for block in group["blocks"] or [group]]
-                kinds = " + ".join(dict.fromkeys(repr(as_manifold(spec)) for spec in specs))
-                lines.append(("muon", f"{group['module']}: {kinds}", str(count * len(specs)), f"{size:,}"))
-            else:
-                lines.append((group["name"], f"weight decay {group['weight_decay']:g}", str(count), f"{size:,}"))
+                constraint = f"{group['module']}: " + " + ".join(dict.fromkeys(repr(as_manifold(x)) for x in specs))
+                count *= len(specs)
+            totals = kinds.setdefault((group["name"], constraint), [0, 0])
+            totals[:] = totals[0] + count, totals[1] + size
+        lines = [("rule", "constraint", "tensors", "parameters")]
+        lines += [(*kind, str(count), f"{size:,}") for kind, (count, size) in kinds.items()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
             f"{line[0]:{widths[0]}}  {line[1]:{widths[1]}}  {line[2]:>{widths[2]}}  {line[3]:>{widths[3]}}"
