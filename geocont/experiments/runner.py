@@ -6,12 +6,14 @@ Runners started together share the work: each run is locked by the one that trai
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +97,8 @@ class Runner:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        with _interruptible_by_sigterm(), progress:
             task = progress.add_task("runs", total=len(self.jobs), completed=len(self.jobs) - len(waiting))
             try:
                 while waiting or running:
@@ -195,6 +198,20 @@ class Runner:
 
     def _describe(self, running: dict[Job, Any]) -> str:
         return "runs: " + (", ".join(job.name for job in running) or "waiting for another runner")
+
+
+@contextlib.contextmanager
+def _interruptible_by_sigterm() -> Iterator[None]:
+    """Has SIGTERM end a ``with`` block in order, as Ctrl-C does: its trainings must not outlive a runner."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _read_plan(path: Path) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from geocont.errors import UserError
 from geocont.experiments import mlp
@@ -62,6 +64,21 @@ def test_killed_shared_and_repeated_starts_train_each_run_once(tmp_path: Path) -
     other = start(tmp_path, "--data", "elsewhere/mnist")
     assert "out holds an experiment with data 'digits', not 'elsewhere/mnist'" in other.communicate(timeout=60)[0]
     assert other.returncode == 2
+
+
+def test_a_terminated_runner_leaves_no_training_behind(tmp_path: Path) -> None:
+    """Schedulers end jobs with SIGTERM: the trainings must save and end too, not go on where nobody sees them."""
+    process = start(tmp_path, "--variants=res_relu")
+    run = tmp_path / "out/runs/res_relu-seed0"
+    deadline = time.monotonic() + 60
+    while not read_metrics(run) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not is_done(run)
+    with FileLock(run / ".lock", timeout=0):
+        pass  # held by a training that is alive
 
 
 def test_what_keeps_a_training_from_starting_is_said_in_one_line(tmp_path: Path) -> None:
