@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from geocont.conf import conf_folder
@@ -19,6 +23,9 @@ SHORT_GPT2 = [  # the small overlay, on text that needs no network
     *("--config", "conf/experiment/gpt2/cpu.yaml", "--trainer.val_check_interval=3", "--trainer.limit_val_batches=2"),
     *("--model.network.width=32", "--model.network.context=32", "--data.context=32", "--data.batch_size=4"),
 ]
+#: They start processes, which only the command itself can; two on the processor here, whatever they are for.
+PARALLEL = {"ddp.yaml", "ddp_cpu.yaml", "multi_node.yaml"}
+SHORT_PARALLEL = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.num_nodes=1"]
 
 
 def name(path: Path) -> str:
@@ -42,7 +49,9 @@ def test_first_line_is_the_command_that_uses_the_file(path: Path, geocont: Calla
         assert config["callbacks"][switch] is not None, "an overlay must not lose what the base has"
 
 
-@pytest.mark.parametrize("path", [path for path in OVERLAYS if "data" not in path.parts], ids=name)
+@pytest.mark.parametrize(
+    "path", [path for path in OVERLAYS if "data" not in path.parts and path.name not in PARALLEL], ids=name
+)
 def test_every_configuration_trains(path: Path, geocont: Callable[..., tuple[int, str, str]], folder: Path) -> None:
     given = command(path)
     short = SHORT_GPT2 if "gpt2" in " ".join(given) else SHORT_MLP
@@ -50,6 +59,19 @@ def test_every_configuration_trains(path: Path, geocont: Callable[..., tuple[int
     assert status == 0, out + err
     if "debug" not in path.parts:
         assert (folder / "run/checkpoints/last.ckpt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in OVERLAYS if path.name in PARALLEL], ids=name)
+def test_every_configuration_of_several_processes_trains(path: Path, folder: Path) -> None:
+    arguments = [*command(path), *SHORT_GPT2, *SHORT, *SHORT_PARALLEL, "--run.dir=run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    fit = [sys.executable, "-m", "geocont", "fit", *arguments]
+    done = subprocess.run(fit, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MEMBER: 2/2" in done.stderr
+    state = torch.load(folder / "run/checkpoints/last.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    assert sum("momentum_buffer" in each for each in state.values()) == 16  # all of them: four a layer
 
 
 def test_the_assignments_differ_in_nothing_but_their_name() -> None:

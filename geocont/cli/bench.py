@@ -9,6 +9,7 @@ from geocont.cli.options import Parser, add_json_option, check_json_path, write_
 
 BENCHES = {
     "callbacks": "what GradientCoherence and WeightContinuity add to a training of the 16 x 256 residual MLP",
+    "ddp": "a step of Manifold Muon that ranks share, against one that each of them takes as a whole",
     "optimizer": "steps on a layer of GPT-2 small: AdamW, Muon and the solvers of Manifold Muon, time and quality",
     "subspaces": "leading singular subspaces against the Gram matrix plus eigh, with their errors",
 }
@@ -34,9 +35,17 @@ def _parser(name: str) -> Parser:
     parser.add_argument("--repeats", type=int, default=5, help="repetitions, of which the median counts (default: 5)")
     if name == "callbacks":
         parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of a training (default: 1000)")
+    if name == "ddp":
+        parser.add_argument("--ranks", nargs="+", type=int, help="numbers of processes (default: 1 2 4 8, up to cores)")
+        parser.add_argument("--layers", type=int, default=4, help="layers of GPT-2 (default: 4)")
+        parser.add_argument("--width", type=int, default=256, help="their width (default: 256)")
     if name == "optimizer":
         parser.add_argument("--small", action="store_true", help="a layer of width 128 instead of 768")
-        parser.add_argument("--names", nargs="+", help="some of adamw muon dual_ascent projected reweighted (all)")
+        parser.add_argument(
+            "--names",
+            nargs="+",
+            help="some of adamw muon muon_float32 dual_ascent dual_ascent_float32 projected reweighted (all)",
+        )
         parser.add_argument("--gradients", nargs="+", help="real, or some of five synthetic spectra (default: all)")
         parser.add_argument("--curve", action="store_true", help="the solvers at other numbers of iterations, too")
     add_json_option(parser)
@@ -48,6 +57,10 @@ def _rows(name: str, options: Namespace) -> list[dict[str, object]]:
         from geocont.bench.callbacks import measure_callbacks
 
         return measure_callbacks(options.steps, options.repeats)
+    if name == "ddp":
+        from geocont.bench.ddp import measure_ddp
+
+        return measure_ddp(options.ranks, options.layers, options.width, options.repeats)
     if name == "optimizer":
         from geocont.bench.optimizer import measure_optimizers
 

@@ -43,6 +43,7 @@ class MuonOptions:
         solver: ``reweighted``; ``dual_ascent``, the published one; ``projected``, one msign.
         iterations: Of the solver; its own default where none is given.
         adjust_lr_fn: Scaling of lr for matrices that are not square, as in torch.optim.Muon; none by default.
+        shard: Whether several ranks share the matrices; otherwise each of them steps them all.
     """
 
     lr: float = 0.02
@@ -52,6 +53,8 @@ class MuonOptions:
     solver: SolverName = "reweighted"
     iterations: int | None = None
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    start: Literal["nearest", "orthonormal"] = "nearest"
+    shard: bool = True
 
 
 @dataclass
@@ -125,7 +128,8 @@ class ModuleWise(Composite):
 
     def step_parts(self) -> None:
         """Performs the step, unless a gradient is not finite."""
-        if gradients_are_finite(self):
+        sharded = any(part.sharded for part in self._sharded_parts())
+        if gradients_are_finite(self, together=sharded):
             for part in self.parts.values():
                 part.update() if isinstance(part, ManifoldMuon) else part.step()
         else:

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from geocont.errors import UserError
+from geocont.optim.sharding import Sharded
 from geocont.weights import WeightMap
 
 #: What builds an optimizer when given (name, parameter) pairs: a class with its options bound, as the CLI makes it.
@@ -102,6 +103,31 @@ class Composite(Optimizer):
         for part in self.parts.values():
             part.step()
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Brings the whole state to one rank, where ``state_dict`` returns it then; every rank must call it.
+
+        Lightning does so whenever it saves a checkpoint. Without parts that share their work among ranks this does
+        nothing.
+        """
+        for part in self._sharded_parts():
+            part.consolidate_state_dict(to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns groups and the whole state.
+
+        Raises:
+            UserError: Some of the state is on other ranks: they must all call ``consolidate_state_dict`` before.
+        """
+        for part in self._sharded_parts():
+            part.check_whole()
+        state = super().state_dict()
+        for part in self._sharded_parts():
+            part.release()
+        return state
+
+    def _sharded_parts(self) -> list[Sharded]:
+        return [part for part in self.parts.values() if isinstance(part, Sharded)]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores groups and state, which must have been saved under the same rules.
 
@@ -114,6 +140,8 @@ class Composite(Optimizer):
             raise UserError(f"optimizer.rules: the checkpoint was saved under the rules {saved}, these are {present}")
         super().load_state_dict(state_dict)
         self._share()
+        for part in self._sharded_parts():
+            part.forget_owners()
 
 
 def assign(params: NamedParameters, rules: Mapping[str, Rule]) -> dict[str, NamedParameters]:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from geocont.errors import UserError
-from geocont.manifolds import Euclidean, Manifold, as_manifold
+from geocont.manifolds import Euclidean, Manifold, Stiefel, as_manifold
+from geocont.optim.sharding import Sharded, agree, cost
 from geocont.optim.solvers import SOLVERS, Solution, dual_ascent, projected, reweighted
 
 SolverName = Literal["reweighted", "dual_ascent", "projected"]
@@ -61,18 +63,18 @@ class MatrixStatistics:
 
 @dataclass
 class _Work:
-    """One matrix to be stepped: views of the tall side, and where its state lies."""
+    """One matrix to be stepped: views of the tall side, its place among all matrices, and where its state lies."""
 
     group: dict[str, Any]
     parameter: Parameter
-    name: str
+    place: int
     index: int
     block: Block
     w: Tensor
     g: Tensor
 
 
-class ManifoldMuon(Optimizer):
+class ManifoldMuon(Sharded):
     """Muon whose matrices stay on manifolds: W <- retract(W - lr A), A the steepest tangent direction of norm one.
 
     The momentum is b <- momentum b + g and the direction is that of g + momentum b (Nesterov) or b. Matrices are put on
@@ -81,6 +83,10 @@ class ManifoldMuon(Optimizer):
 
     A step is skipped, and counted in ``skipped_steps``, where a gradient is NaN or infinite. A parameter without a
     gradient is left alone.
+
+    Where torch.distributed has several ranks, each matrix parameter is stepped by one of them, which alone keeps its
+    state, and the weights are exchanged: see :mod:`geocont.optim.sharding`. Gradients must be the same everywhere, as
+    DistributedDataParallel leaves them.
 
     Args:
         params: Matrices, (name, matrix) pairs, or parameter groups that carry any of the options below.
@@ -95,7 +101,10 @@ class ManifoldMuon(Optimizer):
             ``dual_ascent``.
         adjust_lr_fn: Scaling of lr for matrices that are not square, as in torch.optim.Muon: ``original``,
             sqrt(max(1, rows / columns)); ``match_rms_adamw``, 0.2 sqrt(max(rows, columns)); none by default.
+        start: How matrices are put on their manifold: at the ``nearest`` point, or ``orthonormal``, a point of all
+            manifolds alike, so that they can be compared from one start.
         blocks: The matrices within a fused parameter, :class:`Block` s or their fields; by default it is one matrix.
+        shard: Whether several ranks share the matrices; otherwise each of them steps them all.
 
     Raises:
         UserError: An option has no meaning, or a parameter is no matrix, is empty, is complex, has a constraint and is
@@ -113,7 +122,9 @@ class ManifoldMuon(Optimizer):
         solver: SolverName = "reweighted",
         iterations: int | None = None,
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        start: Literal["nearest", "orthonormal"] = "nearest",
         blocks: Sequence[Block | Mapping[str, Any]] | None = None,
+        shard: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -124,11 +135,12 @@ class ManifoldMuon(Optimizer):
             "solver": solver,
             "iterations": iterations,
             "adjust_lr_fn": adjust_lr_fn,
+            "start": start,
             "blocks": blocks,
             "skipped_steps": 0,
         }
-        self._last: list[tuple[list[tuple[str, int, str, str]], Solution, Tensor]] = []
-        super().__init__(params, defaults)
+        self._last: list[tuple[list[int], Solution, Tensor]] = []
+        super().__init__(params, defaults, shard)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds matrices, and puts them on their manifold; a frozen one is left as it is."""
@@ -143,7 +155,7 @@ class ManifoldMuon(Optimizer):
             _check_parameter(name, parameter, group)
             for block in _blocks(group):
                 if parameter.requires_grad:
-                    _put_on_manifold(name, block.of(parameter.data), as_manifold(block.manifold))
+                    _put_on_manifold(name, block.of(parameter.data), as_manifold(block.manifold), group["start"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a copy, which torch makes of groups and state only."""
@@ -162,7 +174,7 @@ class ManifoldMuon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if gradients_are_finite(self):
+        if gradients_are_finite(self, together=self.sharded):
             self.update()
         else:
             self.skip()
@@ -175,23 +187,45 @@ class ManifoldMuon(Optimizer):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Performs one step with finite gradients."""
+        """Performs one step with gradients that are finite, on all ranks."""
         self._last = []
+        with_gradient = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.assign_owners([p for p, _ in with_gradient], [_cost(p, group) for p, group in with_gradient])
         for batch in _batches(self._work()):
             self._step_batch(batch)
+        self.exchange([p for p, _ in with_gradient])
 
     def statistics(self) -> list[MatrixStatistics]:
-        """Returns what the last step did to each matrix; nothing before the first step. All of it is known already."""
-        found = []
-        for matrices, solution, rms in self._last:
+        """Returns what the last step did to each matrix of this rank; nothing before the first. It is known already."""
+        labels, found = self._labels(), {}
+        for places, solution, rms in self._last:
             columns = (solution.certified_ratio, solution.tangent_residual, solution.objective, rms)
-            for matrix, *values in zip(matrices, *(column.tolist() for column in columns), strict=True):
-                found.append(MatrixStatistics(*matrix, *values))
-        return found
+            for place, *values in zip(places, *(column.tolist() for column in columns), strict=True):
+                found[place] = MatrixStatistics(*labels[place], *values)
+        return [found[place] for place in sorted(found)]
+
+    def gather_statistics(self) -> list[MatrixStatistics]:
+        """Returns what the last step did to each matrix, whichever rank stepped it; every rank must call it.
+
+        The order, that of the parameter groups, does not depend on the number of ranks.
+        """
+        if not self.sharded:
+            return self.statistics()
+        labels = self._labels()
+        table = torch.zeros(len(labels), 5, device=self.param_groups[0]["params"][0].device)
+        for places, solution, rms in self._last:
+            columns = (solution.certified_ratio, solution.tangent_residual, solution.objective, rms)
+            table[places] = torch.stack([torch.ones_like(rms), *columns], dim=-1)
+        dist.all_reduce(table)
+        rows = zip(labels, table.tolist(), strict=True)
+        return [MatrixStatistics(*label, *values) for label, (stepped, *values) in rows if stepped]
 
     @torch.no_grad()
     def manifold_residuals(self) -> list[tuple[str, int, str, float]]:
-        """Returns (parameter, block, module, residual) of each matrix as it is now; see the manifolds' ``residual``."""
+        """Returns (parameter, block, module, residual) of each matrix as it is now; see the manifolds' ``residual``.
+
+        The weights are the same on every rank, so each of them can tell, without the others, of all matrices.
+        """
         return [
             (name, index, group.get("module", MODULE), float(as_manifold(block.manifold).residual(block.of(parameter))))
             for group in self.param_groups
@@ -199,11 +233,23 @@ class ManifoldMuon(Optimizer):
             for index, block in enumerate(_blocks(group))
         ]
 
+    def _labels(self) -> list[tuple[str, int, str, str]]:
+        """Returns (parameter, block, module, manifold) of each matrix."""
+        return [
+            (name, index, group.get("module", MODULE), as_manifold(block.manifold).name)
+            for group in self.param_groups
+            for name, _ in _named(group)
+            for index, block in enumerate(_blocks(group))
+        ]
+
     def _work(self) -> Iterator[_Work]:
-        """Updates the momenta and yields every matrix that has a gradient."""
+        """Updates the momenta and yields every matrix that has a gradient and is this rank's."""
+        place = 0
         for group in self.param_groups:
-            for name, parameter in _named(group):
-                if parameter.grad is None:
+            blocks = _blocks(group)
+            for parameter in group["params"]:
+                first, place = place, place + len(blocks)
+                if parameter.grad is None or not self.owns(parameter):
                     continue
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:
@@ -212,10 +258,10 @@ class ManifoldMuon(Optimizer):
                 direction = momentum
                 if group["nesterov"]:
                     direction = torch.add(parameter.grad, momentum, alpha=group["momentum"])
-                for index, block in enumerate(_blocks(group)):
+                for index, block in enumerate(blocks):
                     w, g = block.of(parameter), block.of(direction)
                     tall = w.shape[0] >= w.shape[1]
-                    yield _Work(group, parameter, name, index, block, w if tall else w.mT, g if tall else g.mT)
+                    yield _Work(group, parameter, first + index, index, block, w if tall else w.mT, g if tall else g.mT)
 
     def _step_batch(self, batch: list[_Work]) -> None:
         group, manifold = batch[0].group, as_manifold(batch[0].block.manifold)
@@ -236,14 +282,33 @@ class ManifoldMuon(Optimizer):
                 state[key] = solution.carry[i].clone()
         rms = lr * torch.linalg.matrix_norm(solution.update) / (w.shape[-2] * w.shape[-1]) ** 0.5
         nothing = rms.new_empty(0)  # the tall tensors are not kept
-        matrices = [(work.name, work.index, work.group.get("module", MODULE), manifold.name) for work in batch]
-        self._last.append((matrices, replace(solution, update=nothing, dual=None, carry=None), rms))
+        self._last.append(
+            ([work.place for work in batch], replace(solution, update=nothing, dual=None, carry=None), rms)
+        )
 
 
-def gradients_are_finite(optimizer: Optimizer) -> bool:
-    """Tells whether no gradient of an optimizer's parameters has a NaN or an Inf in it (or overflows when squared)."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return not gradients or bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients)))
+def gradients_are_finite(optimizer: Optimizer, together: bool = False) -> bool:
+    """Tells whether no gradient of an optimizer's parameters has a NaN or an Inf in it (or overflows when squared).
+
+    Args:
+        optimizer: The optimizer.
+        together: Whether it must hold on all ranks, which call this at the same time.
+
+    Raises:
+        UserError: A parameter has a gradient on some ranks only.
+    """
+    named = [pair for group in optimizer.param_groups for pair in _named(group)]
+    gradients = [p.grad for _, p in named if p.grad is not None]
+    total = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=named[0][1].device)
+    if not together:
+        return bool(torch.isfinite(total))
+    finite, differing = agree(torch.isfinite(total), [p.grad is not None for _, p in named])
+    if differing:
+        raise UserError(
+            f"{named[differing[0]][0]}: some ranks have a gradient of it and others have none; train with"
+            " DistributedDataParallel (--trainer.strategy=ddp), or set the optimizer's shard to false"
+        )
+    return finite
 
 
 def _solve(w: Tensor, g: Tensor, manifold: Manifold, group: dict[str, Any], start: Tensor | None) -> Solution:
@@ -270,6 +335,14 @@ def _batches(work: Iterable[_Work]) -> Iterator[list[_Work]]:
             yield same[first : first + count]
 
 
+def _cost(parameter: Parameter, group: dict[str, Any]) -> float:
+    """Returns what a step of a parameter costs, compared to others."""
+    return sum(
+        cost(block.of(parameter).shape, as_manifold(block.manifold), group["solver"], group["iterations"])
+        for block in _blocks(group)
+    )
+
+
 def _shape_factor(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
     if adjust_lr_fn is None:
         return 1.0
@@ -289,9 +362,11 @@ def _blocks(group: dict[str, Any]) -> list[Block]:
     return [Block(**block) for block in group["blocks"]]
 
 
-def _put_on_manifold(name: str, w: Tensor, manifold: Manifold) -> None:
-    if manifold.check_point_on_manifold(w)[0]:
+def _put_on_manifold(name: str, w: Tensor, manifold: Manifold, start: str) -> None:
+    if manifold.check_point_on_manifold(w)[0]:  # as those of a run that is resumed, which keep their column norms
         return
+    if start == "orthonormal" and not isinstance(manifold, Euclidean):
+        _put_on_manifold(name, w, Stiefel(), "nearest")
     if not bool(torch.isfinite(w).all()):
         raise UserError(f"{name}: it has a NaN or an infinite entry, and no place on its manifold")
     try:
@@ -307,6 +382,7 @@ def _check_options(group: dict[str, Any]) -> None:
         "weight_decay": (group["weight_decay"] >= 0, "at least 0"),
         "iterations": (group["iterations"] is None or group["iterations"] >= 0, "at least 0"),
         "solver": (group["solver"] in SOLVERS, f"one of {', '.join(SOLVERS)}"),
+        "start": (group["start"] in ("nearest", "orthonormal"), "nearest or orthonormal"),
         "adjust_lr_fn": (
             group["adjust_lr_fn"] in (None, "original", "match_rms_adamw"),
             "original, match_rms_adamw or none",

@@ -108,9 +108,7 @@ def reweighted(
     if isinstance(manifold, Stiefel) and square:
         return _scaled(problem.closed_form(), scale)
     if iterations is None:
-        iterations = ITERATIONS
-        if isinstance(manifold, DGram):
-            iterations = ITERATIONS_SQUARE_DGRAM if square else ITERATIONS_DGRAM
+        iterations = default_iterations(manifold, square)
     # The multiplier of the projected gradient, 0 here, is nearly right for a square matrix, which is nearly all
     # rotation, and where little of G is tangent. For other tall matrices no multiplier at all is nearer to the truth.
     lifted = (problem.share > SHARE) & (not square)
@@ -119,6 +117,13 @@ def reweighted(
     for k in range(iterations):
         dual = dual + RELAXATION[min(k, len(RELAXATION) - 1)] * problem.step(problem.reweigh(dual), dual)
     return _scaled(problem.answer(dual, dual - origin), scale)
+
+
+def default_iterations(manifold: Manifold, square: bool) -> int:
+    """Returns the number of iterations of :func:`reweighted` where none is given."""
+    if isinstance(manifold, DGram):
+        return ITERATIONS_SQUARE_DGRAM if square else ITERATIONS_DGRAM
+    return ITERATIONS
 
 
 def projected(w: Tensor, g: Tensor, manifold: Manifold, *, root: Root = "eigh") -> Solution:

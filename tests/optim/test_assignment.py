@@ -366,13 +366,14 @@ def test_options_reach_the_parts() -> None:
     muon, adamw = (optimizer.parts[name].param_groups[0] for name in ("muon", "adamw"))
     assert (muon["lr"], muon["momentum"], muon["nesterov"], muon["weight_decay"]) == (0.02, 0.95, True, 0.1)
     assert (adamw["lr"], adamw["betas"], adamw["eps"], adamw["weight_decay"]) == (6e-4, (0.9, 0.95), 1e-8, 0.1)
-    options = MuonOptions(0.3, 0.5, False, 0.2, "projected", 7, "match_rms_adamw")
+    options = MuonOptions(0.3, 0.5, False, 0.2, "projected", 7, "match_rms_adamw", shard=False)
     optimizer = ModuleWise(named(module()), "stiefel", "split", options, AdamWOptions(0.1, (0.5, 0.6), 1e-3, 0.4))
     for group in optimizer.param_groups:
         if group["name"] == "muon":
-            assert {key: group[key] for key in vars(options)} == vars(options)
+            assert {key: group[key] for key in vars(options) if key != "shard"} | {"shard": False} == vars(options)
         else:
             assert (group["lr"], group["betas"], group["eps"]) == (0.1, (0.5, 0.6), 1e-3)
+    assert optimizer.parts["muon"].shard is False
     with pytest.raises(UserError, match="optimizer.solver must be one of"):
         ModuleWise(named(module()), muon=MuonOptions(solver="newton"))  # type: ignore[arg-type]
 
