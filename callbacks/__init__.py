@@ -11,6 +11,7 @@ from callbacks.optimizer_monitor import OptimizerMonitor
 from callbacks.progress_bar import ProgressBar
 from callbacks.softmax_saturation import SoftmaxSaturation
 from callbacks.spectral_dynamics import SpectralDynamics
+from callbacks.stability_guard import StabilityGuard
 from callbacks.step_monitor import StepMonitor
 from callbacks.weight_continuity import WeightContinuity
 
@@ -21,6 +22,7 @@ __all__ = [
     "ProgressBar",
     "SoftmaxSaturation",
     "SpectralDynamics",
+    "StabilityGuard",
     "StepMonitor",
     "WeightContinuity",
 ]

@@ -21,10 +21,13 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, WandbLogger
 from torch import Tensor
+from torch.optim import Optimizer
 
 from callbacks.cadence import Cadence
 
 STEP_KEY = "trainer/global_step"  # the step axis that WandbLogger uses
+METRIC_BYTES, PACKED_BYTES = 300, 80  # of a metric beside its name, as Lightning sends it to another process
+PIPE_BYTES = 48 * 1024  # that are surely taken by a pipe which nobody reads (64 KiB on Linux), with some room
 
 
 class Measuring(Protocol):
@@ -43,6 +46,16 @@ class Row:
     arrays: dict[str, Tensor] = field(default_factory=dict)
 
 
+class Guarding(Protocol):
+    """What the collector asks of a callback that watches over the others' values."""
+
+    def examine_update(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Looks at loss and gradients before anything is measured at this step."""
+
+    def examine_row(self, trainer: Trainer, step: int, row: Row | None) -> None:
+        """Looks at what was measured at a step that fires, before it goes out; None where nothing was."""
+
+
 class Collector:
     """Gathers the values of one trainer's measuring callbacks; there is one for each trainer, see :meth:`of`."""
 
@@ -50,8 +63,11 @@ class Collector:
 
     def __init__(self) -> None:
         self._members: WeakSet[Measuring] = WeakSet()
+        self._guards: list[Guarding] = []  # in the order of the trainer's callbacks, the same on every rank
+        self._update: int | None = None  # the step whose row the guards have not yet seen
         self._own_cadence: int | None = None  # the trainer's log_every_n_steps while ours is in force
         self._row: Row | None = None  # collected in this step
+        self._keys: set[str] = set()  # all that it has put into trainer.callback_metrics
         self._staged: int | None = None  # step of a row that loggers hold until Lightning completes it
         self._wandb_steps: dict[Logger, int] = {}  # W&B's own count of rows when that was staged
 
@@ -63,6 +79,32 @@ class Collector:
     def join(self, member: Measuring) -> None:
         """Lets the collector know a measuring callback, so that its firings force a row."""
         self._members.add(member)
+
+    def join_guard(self, guard: Guarding) -> None:
+        """Has a guard look at every update before it is measured, and at every row before it goes out."""
+        if guard not in self._guards:
+            self._guards.append(guard)
+
+    def open_update(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Has the guards look at the loss and the gradients of an update, once, before anything is measured of it."""
+        step = trainer.global_step
+        if not self._guards or self._update == step:
+            return
+        self.examine(trainer)
+        self._update = step
+        for guard in self._guards:
+            guard.examine_update(trainer, optimizer)
+
+    def examine(self, trainer: Trainer) -> None:
+        """Has the guards look at the row of the last update, once, where something fires at it.
+
+        Every rank gets here for the same steps, whether it has a row or not: guards may exchange what they find.
+        """
+        step, self._update = self._update, None
+        if step is not None and any(member.cadence.fires(step) for member in self._members):
+            row = self._row if self._row is not None and self._row.step == step else None
+            for guard in self._guards:
+                guard.examine_row(trainer, step, row)
 
     def open_step(self, trainer: Trainer) -> None:
         """Makes Lightning write a row at the end of this step if a member fires; called at the start of a batch.
@@ -87,6 +129,7 @@ class Collector:
         arrays: Mapping[str, Tensor] | None = None,
         skipped: int = 0,
         milliseconds: float = 0.0,
+        step: int | None = None,
     ) -> None:
         """Adds values to the row of the current optimizer step.
 
@@ -97,12 +140,15 @@ class Collector:
             media: Key -> image ``(height, width, 3)`` of bytes, for loggers that take them (W&B).
             arrays: Key -> tensor, for loggers that keep arrays (the run's local store).
             skipped: Number of values that do not exist, summed over callbacks as ``measure/skipped``.
-            milliseconds: What the measuring cost, summed as ``measure/milliseconds``.
+            milliseconds: What the measuring cost, summed as ``measure/milliseconds``: on several ranks the time of the
+                slowest one, for which the others wait.
+            step: The step of the row, where that is over already.
         """
-        if self._row is not None and self._row.step != trainer.global_step:
+        step = trainer.global_step if step is None else step
+        if self._row is not None and self._row.step != step:
             self.flush(trainer)  # several optimizers step within a batch
         if self._row is None:
-            self._row = Row(trainer.global_step)
+            self._row = Row(step)
         row = self._row
         new = {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
         new["measure/skipped"] = row.metrics.get("measure/skipped", 0.0) + skipped
@@ -110,6 +156,7 @@ class Collector:
         row.metrics.update(new)
         row.media.update(media or {})
         row.arrays.update(arrays or {})
+        self._keys |= new.keys()
         trainer.callback_metrics.update({key: torch.tensor(value) for key, value in new.items()})
         trainer.progress_bar_metrics.update(headline or {})
 
@@ -131,6 +178,25 @@ class Collector:
         self._commit(trainer)
         if self._own_cadence is not None:
             trainer.log_every_n_steps, self._own_cadence = self._own_cadence, None  # type: ignore[attr-defined]
+        if type(trainer.strategy.launcher).__name__ == "_MultiProcessingLauncher":
+            self._fit_into_a_pipe(trainer)
+
+    def _fit_into_a_pipe(self, trainer: Trainer) -> None:
+        """Packs the metrics, and leaves out those of single layers (then all measures) where they are too many to send.
+
+        Spawned and forked processes (``ddp_spawn``, ``ddp_fork``) send their metrics through a pipe that lightning 2.6
+        reads after they have ended: with more in it than fits, they wait for each other for ever.
+        """
+        metrics = trainer.callback_metrics
+        for droppable in ("/layer_", ""):
+            own = [key for key in metrics if key in self._keys]
+            size = METRIC_BYTES * (len(metrics) - len(own)) + PACKED_BYTES * len(own) + sum(map(len, metrics))
+            for key in own if size > PIPE_BYTES else ():
+                if droppable in key:
+                    del metrics[key]
+        own = [key for key in metrics if key in self._keys]
+        if own:  # views of one tensor are saved as one
+            metrics.update(zip(own, torch.stack([metrics[key] for key in own]).unbind(), strict=True))
 
     def _commit(self, trainer: Trainer) -> None:
         # Lightning completes no row where the user's module logs nothing, and none after the last step.

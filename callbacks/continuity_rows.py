@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from callbacks.shards import on_cpu
 from geocont.measures.continuity import full_table, light_table, stacks_of_one_shape, summarise
 from geocont.weights import WeightMap
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has measured of a family, as it travels to the others."""
+
+    metrics: dict[str, float]
+    arrays: dict[str, Tensor]
+    skipped: int
 
 
 class ContinuityRows:
@@ -80,6 +91,23 @@ class ContinuityRows:
 
     def _keep(self, projection: str, name: str, value: Tensor) -> None:
         self.arrays[f"{self.family}/{name}/{projection}"] = value
+
+    def share(self) -> Share:
+        """Returns what this rank has measured in this firing."""
+        return Share(self.metrics, on_cpu(self.arrays), self.skipped)
+
+    def merge(self, shares: Sequence[Share]) -> None:
+        """Takes what all ranks have measured in this firing in the place of this rank's values."""
+        self.begin()
+        for share in shares:
+            self.metrics |= share.metrics
+            self.arrays |= share.arrays
+            self.skipped += share.skipped
+
+    def keep_starts(self, owned: Callable[[str], bool], device: torch.device) -> None:
+        """Keeps the warm starts of the projections that this rank measures, where they are measured."""
+        mine = {key: start for key, start in self.starts.items() if owned(key.rpartition("/")[0])}
+        self.starts = {key: start.to(device) for key, start in mine.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the warm starts, so that a resumed run measures the very numbers of an uninterrupted one."""

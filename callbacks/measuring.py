@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from callbacks.cadence import Cadence
 from callbacks.collector import Collector
 from callbacks.continuity_rows import ContinuityRows
+from callbacks.shards import ExchangeError, Shards, cost, deal
 from geocont.errors import UserError
 from geocont.weights import WeightMap, WeightPattern, canonical_name
 
 Patterns = dict[str, str | WeightPattern]
+T = TypeVar("T")
 
 
 class RowCallback(Callback):
@@ -33,8 +35,10 @@ class RowCallback(Callback):
     def __init__(self, cadence: Cadence) -> None:
         super().__init__()
         self.cadence = cadence
+        self.shards = Shards()  # the ranks of the training that runs; one before it starts
         self._last_step = -1  # never twice for one step
         self._warned: set[str] = set()
+        self._unsaid: list[str] = []  # what failed on this rank, until an exchange brings it to the terminal of rank 0
 
     def fire(self, trainer: Trainer, optimizer: Optimizer, full: bool) -> None:
         """Measures the current state and hands the values to the collector; ``full`` asks for the full table."""
@@ -46,6 +50,7 @@ class RowCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Joins the trainer's collector."""
         Collector.of(trainer).join(self)
+        self.shards = Shards.current()
         self._last_step = -1
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -59,12 +64,14 @@ class RowCallback(Callback):
         if step == self._last_step:
             return  # an optimizer that evaluates its closure again
         self._last_step = step
+        self.guarded(trainer, lambda: Collector.of(trainer).open_update(trainer, optimizer))
         self.guarded(trainer, lambda: self.every_step(optimizer))
         if self.cadence.fires(step):
             self.guarded(trainer, lambda: self.fire(trainer, optimizer, self.cadence.is_full(step)))
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Hands the row to the loggers before Lightning completes it with the losses of this step."""
+        self.guarded(trainer, lambda: Collector.of(trainer).examine(trainer))
         self.guarded(trainer, lambda: Collector.of(trainer).flush(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -80,17 +87,39 @@ class RowCallback(Callback):
         """Runs a measurement; whatever goes wrong in it is said once and does not end the training."""
         try:
             work()
+        except ExchangeError:
+            raise  # a rank is gone: nothing goes on without it
         except Exception as error:  # a failed measurement never kills a run
-            reason = f"{type(error).__name__}: {error}"
-            if reason not in self._warned:
-                self._warned.add(reason)
-                rank_zero_warn(f"{type(self).__name__} could not measure step {trainer.global_step}: {reason}")
+            self._say(f"{type(error).__name__}: {error}", trainer.global_step)
+
+    def exchange(self, trainer: Trainer, work: Callable[[], T]) -> list[T]:
+        """Runs this rank's part of a measurement and returns the parts of all ranks, in order of rank, on every rank.
+
+        Every rank has to get here. A part that failed is missing from the result, and rank 0 says why.
+        """
+        parts: list[T] = []
+        self.guarded(trainer, lambda: parts.append(work()))
+        found: list[T] = []
+        for own, unsaid in self.shards.gather((parts, self._unsaid)):
+            found += own
+            for reason in unsaid:
+                self._say(reason, trainer.global_step, travel=False)
+        self._unsaid = []
+        return found
+
+    def _say(self, reason: str, step: int, travel: bool = True) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            rank_zero_warn(f"{type(self).__name__} could not measure step {step}: {reason}")
+            if travel and self.shards.rank != 0:
+                self._unsaid.append(reason)
 
 
 class MeasuringCallback(RowCallback):
     """Base of the callbacks that measure matrices, found through a :class:`~geocont.weights.WeightMap`.
 
-    A subclass implements :meth:`measure`.
+    A subclass implements :meth:`measure`. Of several ranks each measures what :attr:`owners` gives it, and every rank
+    gets all values in one exchange.
 
     Args:
         every_n_steps: Measure every so many optimizer steps.
@@ -110,12 +139,14 @@ class MeasuringCallback(RowCallback):
         patterns = None if weights is None else {name: str(pattern) for name, pattern in weights.items()}
         self._state_key = self._generate_state_key(weights=patterns, cadence=str(self.cadence))
         self.parameters: dict[str, torch.nn.Parameter] = {}  # name -> parameter that holds a mapped matrix
+        self.owners: dict[tuple[str, str], int] = {}  # (family, projection) -> the rank that measures it
         self._map: WeightMap | None = None
         self._restored = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of a checkpoint; a subclass with state calls this too."""
         self._restored = True
+        self.shards = Shards()  # a checkpoint's state is whole, on every rank, until the work is dealt
 
     def restored(self) -> bool:
         """Tells, once, whether the training that starts continues from a checkpoint."""
@@ -131,6 +162,13 @@ class MeasuringCallback(RowCallback):
             final: True after the last update, when there is no gradient.
         """
         raise NotImplementedError
+
+    def whole(self, starts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the warm starts of all ranks, for a checkpoint, which every rank has Lightning make together."""
+        if self.shards.ranks == 1:
+            return starts
+        parts = self.shards.gather({key: start.cpu() for key, start in starts.items()})
+        return {key: start for part in parts for key, start in part.items()}
 
     @property
     def state_key(self) -> str:
@@ -165,6 +203,20 @@ class MeasuringCallback(RowCallback):
         wanted = set(self.map.parameters)
         named = ((canonical_name(name), parameter) for name, parameter in pl_module.named_parameters())
         self.parameters = {name: parameter for name, parameter in named if name in wanted}
+        costs = {name: cost(layers, self.parameters) for name, layers in self.map.projections.items()}
+        self.owners = self.deal(costs)
+
+    def deal(self, costs: dict[str, float]) -> dict[tuple[str, str], int]:
+        """Returns which rank measures which projection of which family; by default there is one family, ``""``.
+
+        Args:
+            costs: Projection -> about how dear its measures are.
+        """
+        return {("", projection): rank for projection, rank in deal(costs, self.shards.ranks).items()}
+
+    def owns(self, projection: str, family: str = "") -> bool:
+        """Tells whether this rank measures a projection."""
+        return self.owners.get((family, projection)) == self.shards.rank
 
     def fire(self, trainer: Trainer, optimizer: Optimizer, full: bool) -> None:
         """Measures W_s and its gradient."""
@@ -182,14 +234,22 @@ class MeasuringCallback(RowCallback):
         started: float,
         headline: tuple[str, ContinuityRows],
     ) -> None:
-        """Hands measured values to the collector, with what had no value and what the measuring cost.
+        """Exchanges the ranks' values and hands them to the collector, with what had no value and the time it took.
 
         Args:
             trainer: The running trainer.
-            families: The values of this firing.
+            families: The values of this firing; afterwards they hold those of all ranks.
             started: ``time.perf_counter()`` at the start of the firing.
             headline: Name in the progress bar, and the family whose headline it shows.
         """
+        several = self.shards.ranks > 1
+        parts = self.exchange(
+            trainer,
+            lambda: ([family.share() for family in families] if several else [], time.perf_counter() - started),
+        )
+        if several:
+            for number, family in enumerate(families):
+                family.merge([shares[number] for shares, _ in parts])
         name, value = headline[0], headline[1].headline(self.map)
         Collector.of(trainer).add(
             trainer,
@@ -197,7 +257,7 @@ class MeasuringCallback(RowCallback):
             headline={} if value is None else {name: value},
             arrays={key: value for family in families for key, value in family.arrays.items()},
             skipped=sum(family.skipped for family in families),
-            milliseconds=1e3 * (time.perf_counter() - started),
+            milliseconds=1e3 * max((seconds for _, seconds in parts), default=0.0),
         )
 
 

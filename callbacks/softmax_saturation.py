@@ -162,9 +162,10 @@ class SoftmaxSaturation(RowCallback):
         if self._repeats():
             watch.reset()
             self.guarded(trainer, lambda: self._run_fixed(trainer))
-            watch.seconds = 0.0  # within the time of this method
-        elif self._fixed is not None and watch.layers:
-            self._warn_once(NOT_REPEATABLE, NOT_REPEATABLE)
+        else:
+            started -= watch.seconds  # in the forward passes
+            if self._fixed is not None and watch.layers:
+                self._warn_once(NOT_REPEATABLE, NOT_REPEATABLE)
         self._totals.reset()
         self.guarded(trainer, lambda: self._totals.update(watch.layers))
         self._totals.update([])  # what could not be added counts as not seen
@@ -177,7 +178,9 @@ class SoftmaxSaturation(RowCallback):
             return
         of_layers = [head_values(layer) for layer in totals]
         values = {name: [layer[name] for layer in of_layers] for name in of_layers[0]}
-        scales = self._logit_scales(watch.layers)
+        # Every rank gets here too. One that has seen no layer, as others have, takes the scales from them.
+        parts = self.exchange(trainer, lambda: (self._logit_scales(watch.layers), time.perf_counter() - started))
+        scales = next((scales for scales, _ in parts if scales), [])
         if scales:
             values["logit_scale"] = scales
         metrics = {f"softmax/{key}": value for key, value in summarise_heads(values).items()}
@@ -188,7 +191,7 @@ class SoftmaxSaturation(RowCallback):
             headline={} if worst is None else {"max_logit": worst},
             arrays={f"softmax/{name}/heads": _padded(layers) for name, layers in values.items()},
             skipped=int(sum(layer[:, TOTALS.index("skipped")].sum().item() for layer in totals)),
-            milliseconds=1e3 * (watch.seconds + time.perf_counter() - started),
+            milliseconds=1e3 * max((seconds for _, seconds in parts), default=0.0),
         )
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
@@ -240,7 +243,7 @@ class SoftmaxSaturation(RowCallback):
         if not fits:
             return []
         pairs = zip(wq, wk, layers, strict=True)
-        return [logit_scale(q, k, layer.heads, layer.key_heads) for q, k, layer in pairs]
+        return [logit_scale(q, k, layer.heads, layer.key_heads).cpu() for q, k, layer in pairs]
 
     def _warn_once(self, message: str, reason: str) -> None:
         if reason not in self._warned:

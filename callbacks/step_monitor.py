@@ -49,10 +49,12 @@ class StepMonitor(RowCallback):
         metrics = {f"lr/{group.get('name', i)}": float(group["lr"]) for i, group in enumerate(optimizer.param_groups)}
         now = time.perf_counter()
         if self._since is not None:
-            per_second = trainer.world_size / (now - self._since)
-            metrics["throughput/samples_per_second"] = self._samples * per_second
-            if self._tokens:
-                metrics["throughput/tokens_per_second"] = self._tokens * per_second
+            seconds = now - self._since
+            parts = self.exchange(trainer, lambda: (self._samples, self._tokens, seconds))
+            samples, tokens, times = zip(*parts, strict=True)
+            metrics["throughput/samples_per_second"] = sum(samples) / max(times)
+            if sum(tokens):
+                metrics["throughput/tokens_per_second"] = sum(tokens) / max(times)
         self._since, self._samples, self._tokens = now, 0, 0
         Collector.of(trainer).add(trainer, metrics)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,23 +52,30 @@ class WeightContinuity(MeasuringCallback):
         super().on_train_start(trainer, pl_module)
         if not self.restored():
             self._rows, self._history = ContinuityRows("weight"), {}
+        self._rows.keep_starts(self.owns, pl_module.device)
 
     def measure(self, trainer: Trainer, full: bool, final: bool) -> None:
         """Measures W_s."""
         started = time.perf_counter()
         self._rows.begin()
-        for projection, layers in self.map.projections.items():
-            matrices = self.map.gather(projection, self.parameters)
-            self._rows.measure(projection, matrices, full, keep_start=not final)
-            if not final:
-                self._remember(projection, "u1" if layers[0].side == "writes" else "v1", trainer.global_step)
+        for projection in filter(self.owns, self.map.projections):
+            self.guarded(trainer, partial(self._measure, projection, full, final))
         self.record(trainer, [self._rows], started, headline=("continuity", self._rows))
+        if not final:
+            for projection, layers in self.map.projections.items():
+                self._remember(projection, "u1" if layers[0].side == "writes" else "v1", trainer.global_step)
         due = final or (full and time.monotonic() - self._drawn > self.image_every_seconds)
         if due and takes_images(trainer):
             Collector.of(trainer).add(trainer, {}, media=self._draw())
             self._drawn = time.monotonic()
 
+    def _measure(self, projection: str, full: bool, final: bool) -> None:
+        matrices = self.map.gather(projection, self.parameters)
+        self._rows.measure(projection, matrices, full, keep_start=not final)
+
     def _remember(self, projection: str, measure: str, step: int) -> None:
+        if f"weight/{measure}/{projection}" not in self._rows.arrays:
+            return  # could not be measured
         pairs = [self._rows.arrays[f"weight/{name}/{projection}"].float().cpu() for name in (measure, "defined")]
         self._history.setdefault(projection, []).append(torch.cat([torch.tensor([float(step)]), *pairs]))
 
@@ -85,9 +93,9 @@ class WeightContinuity(MeasuringCallback):
         return images
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the warm starts and the history of the heat maps: tensors only."""
+        """Returns the warm starts of all ranks and the history of the heat maps: tensors only."""
         history = {projection: torch.stack(firings) for projection, firings in self._history.items()}
-        return {"weight": self._rows.state_dict(), "history": history}
+        return {"weight": self.whole(self._rows.state_dict()), "history": history}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of a checkpoint."""

@@ -96,8 +96,9 @@ def train(
     rows = Rows()
     defaults = {"max_steps": steps, "logger": rows, "accelerator": "cpu", "enable_checkpointing": False}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
+    checkpoint = options.pop("ckpt_path", None)
     trainer = pl.Trainer(**(defaults | quiet | options), callbacks=callbacks)
-    trainer.fit(module, sequences(batch_size), sequences(64))
+    trainer.fit(module, sequences(batch_size), sequences(64), ckpt_path=checkpoint, weights_only=True)
     return trainer, rows
 
 
