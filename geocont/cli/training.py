@@ -164,6 +164,8 @@ class GeoContCLI(LightningCLI):
             os.environ.pop(RUN_DIR_VARIABLE, None)
             self.run_directory.update_manifest(**outcome)
             self.run_directory.release()
+        elif self.run_directory is not None and outcome["status"] == "failed":
+            self.run_directory.close_abandoned(f"the main process is gone; another one ended with {outcome['error']}")
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         # Overrides a private method: the only place where LightningCLI lets go of switches that are off (None). A test

@@ -113,6 +113,16 @@ class RunDirectory:
         """Lets other processes in."""
         self._lock.release()
 
+    def close_abandoned(self, error: str) -> None:
+        """Marks the run as failed where the process that held it has died without a word (killed, say)."""
+        try:
+            self.lock()
+        except UserError:
+            return  # it is alive, and says itself how the run ends
+        if self.manifest.get("status") == "running":
+            self.update_manifest(status="failed", error=error)
+        self.release()
+
     @property
     def last_checkpoint(self) -> Path:
         """Path of the newest checkpoint; it may not exist yet."""
