@@ -58,6 +58,12 @@ class WeightPattern:
     side: Side | None = None
 
 
+def part_of(tensor: Tensor, rows: tuple[int, int] | None, columns: tuple[int, int] | None, transposed: bool) -> Tensor:
+    """Returns a part of a parameter, out x in, as a view; rows and columns count after transposing, None means all."""
+    matrix = tensor.mT if transposed else tensor
+    return matrix[slice(*rows) if rows else slice(None), slice(*columns) if columns else slice(None)]
+
+
 @dataclass(frozen=True)
 class Matrix:
     """One weight matrix: a parameter, or a slice of one, with its role."""
@@ -73,12 +79,7 @@ class Matrix:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns this matrix, out x in, as a view of the parameter (or of its gradient)."""
-        matrix = tensor.mT if self.transposed else tensor
-        if self.rows is not None:
-            matrix = matrix[self.rows[0] : self.rows[1]]
-        if self.columns is not None:
-            matrix = matrix[:, self.columns[0] : self.columns[1]]
-        return matrix
+        return part_of(tensor, self.rows, self.columns, self.transposed)
 
     def overlaps(self, other: Matrix) -> bool:
         """Tells whether two matrices share an entry of the same parameter."""

@@ -16,6 +16,7 @@ from geocont.errors import UserError
 from geocont.manifolds import Euclidean, Manifold, Stiefel, as_manifold
 from geocont.optim.sharding import Sharded, agree, cost
 from geocont.optim.solvers import SOLVERS, Solution, dual_ascent, projected, reweighted
+from geocont.weights import part_of
 
 SolverName = Literal["reweighted", "dual_ascent", "projected"]
 ManifoldSpec = str | Mapping[str, Any]
@@ -37,9 +38,7 @@ class Block:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns this block, out x in, as a view of a parameter."""
-        matrix = tensor.mT if self.transposed else tensor
-        rows, columns = (slice(*part) if part else slice(None) for part in (self.rows, self.columns))
-        return matrix[rows, columns]
+        return part_of(tensor, self.rows, self.columns, self.transposed)
 
 
 @dataclass(frozen=True)
