@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -66,7 +67,12 @@ class Rows(Logger):
 
 
 def train(
-    module: pl.LightningModule, callbacks: list[pl.Callback], steps: int = 4, batch_size: int = 8, **options: Any
+    module: pl.LightningModule,
+    callbacks: list[pl.Callback],
+    steps: int = 4,
+    batch_size: int = 8,
+    data: Callable[[int], DataLoader] = loader,
+    **options: Any,
 ) -> tuple[pl.Trainer, Rows]:
     """Trains on the processor without anything on the terminal or the disk."""
     rows = Rows()
@@ -74,5 +80,5 @@ def train(
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
     checkpoint = options.pop("ckpt_path", None)
     trainer = pl.Trainer(**(defaults | quiet | options), callbacks=callbacks)
-    trainer.fit(module, loader(batch_size), loader(64), ckpt_path=checkpoint, weights_only=True)
+    trainer.fit(module, data(batch_size), data(64), ckpt_path=checkpoint, weights_only=True)
     return trainer, rows

@@ -91,15 +91,9 @@ def sequences(batch_size: int = 8) -> DataLoader:
 
 
 def train(
-    module: pl.LightningModule, callbacks: list[pl.Callback], steps: int = 3, batch_size: int = 8, **options: Any
+    module: pl.LightningModule, callbacks: list[pl.Callback], steps: int = 3, **options: Any
 ) -> tuple[pl.Trainer, Rows]:
-    rows = Rows()
-    defaults = {"max_steps": steps, "logger": rows, "accelerator": "cpu", "enable_checkpointing": False}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
-    checkpoint = options.pop("ckpt_path", None)
-    trainer = pl.Trainer(**(defaults | quiet | options), callbacks=callbacks)
-    trainer.fit(module, sequences(batch_size), sequences(64), ckpt_path=checkpoint, weights_only=True)
-    return trainer, rows
+    return train_stranger(module, callbacks, steps, data=sequences, **options)
 
 
 def every(**options: Any) -> SoftmaxSaturation:
