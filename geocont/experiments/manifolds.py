@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from callbacks.stability_guard import FILE as GUARD_FILE
 from geocont.conf import conf_folder
 from geocont.errors import UserError
 from geocont.experiments.results import absolute, curve, pick, publish
@@ -71,6 +72,7 @@ COLUMNS = {
     "entropy": "softmax/entropy/mean",
     "manifold_residual": "optim/manifold_residual/attention_worst",
     "skipped_steps": "optim/skipped_steps",
+    "guard_first_step": "guard/first_step",
 }
 #: Further columns, worked out from more than one key.
 DERIVED = ("sigma_max_q", "sigma_max_k", "certified_ratio_attention", "certified_ratio_mlp")
@@ -83,6 +85,7 @@ HEADER = (
     "top probability",
     "saturated",
     "sigma_max q",
+    "guard, step",
     "certified, attention",
     "certified, mlp",
 )
@@ -135,7 +138,17 @@ def describe(run_dir: Path) -> dict[str, Any]:
         figures[f"certified_ratio_{module}"] = (
             float(np.quantile(np.concatenate(ratios), SLOW_TENTH)) if ratios else None
         )
-    return figures | {"steps": rows[-1]["step"] if rows else 0}
+    return figures | {"guard": _first_event(run_dir), "steps": rows[-1]["step"] if rows else 0}
+
+
+def _first_event(run_dir: Path) -> str | None:
+    """Returns what StabilityGuard reported first: cause, layer and head."""
+    path = run_dir / GUARD_FILE
+    if not path.exists():
+        return None
+    event = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    names = [f"{name} {event[name]}" for name in ("layer", "head") if event[name] is not None]
+    return " ".join([event["cause"], *names])
 
 
 def _largest(run_dir: Path, projection: str) -> Curve:
@@ -174,6 +187,7 @@ def _cells(summary: dict[str, Any]) -> list[str]:
         summary["paper_val_loss"],
         mean_and_spread(summary, "max_logit", 1),
         *(mean_and_spread(summary, column) for column in ("top_probability", "saturated", "sigma_max_q")),
+        mean_and_spread(summary, "guard_first_step", 0),
         *(mean_and_spread(summary, f"certified_ratio_{module}", 3) for module in ("attention", "mlp")),
     ]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -61,6 +63,23 @@ class ScaledDotProduct(nn.Module):
         dropout = self.dropout if self.training else 0.0
         grouped = k.shape[1] != q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+
+
+class LinearAttention(nn.Module):
+    """Causal attention without softmax: the mean over the visible keys s of <q_t, k_s> / sqrt(head_dim) v_s.
+
+    Linear in each of q, k and v. To divide by the number of visible keys, which softmax's sum to one becomes where all
+    scores are alike, is this project's choice: it keeps outputs of late and early tokens on one scale.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Maps q ``(B, H, T, head_dim)`` and k, v ``(B, H_kv, T, head_dim)`` to ``(B, H, T, head_dim)``."""
+        share = q.shape[1] // k.shape[1]
+        if share > 1:
+            k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+        seen = torch.arange(1, q.shape[-2] + 1, device=q.device, dtype=q.dtype).unsqueeze(-1)  # (T, 1)
+        scores = (q @ k.mT).tril() / (math.sqrt(q.shape[-1]) * seen)  # (B, H, T, T)
+        return scores @ v
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

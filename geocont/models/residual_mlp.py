@@ -9,28 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from geocont.errors import UserError
+from geocont.models.activations import ACTIVATIONS
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "none", "radial"]
 LayerNorm = Literal["none", "pre", "post"]
 Initialisation = Literal["normal", "kaiming", "xavier", "orthogonal", "default"]
-
-
-class Radial(nn.Module):
-    """x tanh(||x||): nonlinear, yet it commutes with every rotation of its input, so it breaks no symmetry."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps ``(..., d)`` to ``(..., d)``, the norm taken over the last dimension."""
-        return x * torch.tanh(x.norm(dim=-1, keepdim=True))
-
-
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "relu": nn.ReLU,
-    "gelu": nn.GELU,
-    "silu": nn.SiLU,
-    "tanh": nn.Tanh,
-    "none": nn.Identity,
-    "radial": Radial,
-}
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from geocont.modules.base import GeoModule
 from geocont.modules.gpt2 import GPT2Module
 from geocont.modules.language import LanguageModule
+from geocont.modules.llama import LlamaModule
 from geocont.modules.residual_mlp import ResidualMLPModule
 
-__all__ = ["GPT2Module", "GeoModule", "LanguageModule", "ResidualMLPModule"]
+__all__ = ["GPT2Module", "GeoModule", "LanguageModule", "LlamaModule", "ResidualMLPModule"]

@@ -9,7 +9,8 @@ import torch
 
 from geocont.errors import UserError
 from geocont.models import ResidualMLP, ResidualMLPConfig
-from geocont.models.residual_mlp import ACTIVATIONS, Activation, Initialisation, LayerNorm, Radial
+from geocont.models.activations import ACTIVATIONS, Radial
+from geocont.models.residual_mlp import Activation, Initialisation, LayerNorm
 
 
 def test_every_choice_has_its_implementation() -> None:
