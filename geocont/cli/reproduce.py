@@ -12,18 +12,23 @@ from geocont.errors import UserError
 
 EXPERIMENTS = {
     "mlp": "residual MLPs: what makes adjacent layers line up (arXiv 2605.04971)",
+    "llama": "Llama and its ablations: continuity of each projection (arXiv 2605.04971)",
     "manifolds": "GPT-2 with a constraint for each module: which belongs where (arXiv 2606.13276)",
 }
 PRESETS = {
     "mlp": "smoke: a minute; cpu: 3,700 steps a run, three seeds; paper: all of MNIST, five seeds",
+    "llama": "smoke: 10 steps; cpu: eight layers of 128, 400 steps a run, three seeds; paper: 34 million parameters",
     "manifolds": "smoke: 20 steps; cpu: four layers of 128, 320 steps a run, three seeds; paper: GPT-2 small, a seed",
 }
 DATA = {
     "mlp": "digits, a folder of MNIST as parquet, or a name on the hub",
+    "llama": "stdlib, a folder of text or parquet, or a name on the hub",
     "manifolds": "stdlib, a folder of text or parquet, or a name on the hub",
 }
 VARIANTS = {
     "mlp": "res_relu res_none res_radial nores_tanh",
+    "llama": "baseline relu gelu identity radial no_gate linear_mlp no_residual no_attention_residual no_mlp_residual"
+    " no_norm qk_norm linear_attention linear",
     "manifolds": "unconstrained stiefel dgram hetero hetero_inv adamw, and stiefel hetero hetero_inv with _dual_ascent",
 }
 
@@ -54,11 +59,11 @@ def _parser(name: str) -> Parser:
 def _reproduce(name: str, options: Namespace) -> int:
     from rich.console import Console
 
-    from geocont.experiments import manifolds, mlp
+    from geocont.experiments import llama, manifolds, mlp
     from geocont.experiments.runner import Runner
     from geocont.report.summary import leet_command
 
-    experiment: Any = {"mlp": mlp, "manifolds": manifolds}[name]
+    experiment: Any = {"mlp": mlp, "llama": llama, "manifolds": manifolds}[name]
     check_json_path(options.json)
     variants = choose(options.variants, experiment.VARIANTS)
     out = options.out or Path("runs/reproduce") / f"{name}-{options.preset}"

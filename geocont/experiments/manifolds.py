@@ -14,9 +14,8 @@ from rich.console import Console
 
 from callbacks.stability_guard import FILE as GUARD_FILE
 from geocont.conf import conf_folder
-from geocont.errors import UserError
-from geocont.experiments.results import absolute, curve, pick, publish
-from geocont.experiments.runner import PLAN_FILE, Job, Runner, collect
+from geocont.experiments.results import absolute, curve, pick, publish, run_title
+from geocont.experiments.runner import Job, Runner, collect, seed_by_seed
 from geocont.report.plots import Curve, draw_curves, save_figure
 from geocont.report.tables import as_markdown, mean_and_spread, summarise_by_variant
 from geocont.runs.store import read_arrays, read_metrics
@@ -105,11 +104,8 @@ def plan(preset: str, data: str | None) -> dict[str, Any]:
 def jobs(preset: str, data: str | None, variants: Sequence[str], seeds: int | None) -> list[Job]:
     """Returns the trainings of the experiment, seed by seed, so that a first comparison is there early."""
     size = PRESETS[preset]
-    count = size.seeds if seeds is None else seeds
-    if count < 1:
-        raise UserError(f"--seeds must be at least 1, got {count}")
     source = absolute(data or size.data)
-    return [Job(name, seed, tuple(_arguments(name, source, size))) for seed in range(count) for name in variants]
+    return seed_by_seed(variants, size.seeds if seeds is None else seeds, lambda name: _arguments(name, source, size))
 
 
 def _arguments(name: str, data: str, size: Preset) -> list[str]:
@@ -174,7 +170,7 @@ def report(runner: Runner, console: Console) -> list[dict[str, Any]]:
     _draw(runner, rows, figure)
     note = "certified: 10th percentile over matrices and steps of the share of the best possible descent"
     markdown = as_markdown(HEADER, [_cells(summary) for summary in table])
-    publish(runner.out, rows, table, markdown, note, figure, console)
+    publish(runner.out, rows, table, markdown, note, [figure], console)
     return rows
 
 
@@ -202,10 +198,5 @@ def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> None:
             groups.setdefault(row["variant"], []).append(points)
         draw_curves(axes, groups, label, label, **options)
     figure.axes[0].legend(loc="lower left", fontsize=8)
-    plan = json.loads((runner.out / PLAN_FILE).read_text())
-    seeds = max(row["seed"] for row in rows) + 1
-    figure.suptitle(
-        f"GPT-2, preset {plan['preset']}, {Path(plan['data']).name}: mean and range of {seeds} seed{'s' * (seeds > 1)}",
-        fontsize=12,
-    )
+    figure.suptitle(run_title("GPT-2", runner, rows) + ", and their range", fontsize=12)
     save_figure(figure, path)

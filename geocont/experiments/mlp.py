@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from geocont.conf import conf_folder
-from geocont.errors import UserError
-from geocont.experiments.results import absolute, curve, pick, publish
-from geocont.experiments.runner import PLAN_FILE, Job, Runner, collect
+from geocont.experiments.results import absolute, curve, pick, publish, run_title
+from geocont.experiments.runner import Job, Runner, collect, seed_by_seed
 from geocont.measures.continuity import chance
 from geocont.report.plots import Curve, draw_curves, save_figure
 from geocont.report.tables import as_markdown, mean_and_spread, summarise_by_variant
@@ -96,11 +94,8 @@ def plan(preset: str, data: str | None) -> dict[str, Any]:
 def jobs(preset: str, data: str | None, variants: Sequence[str], seeds: int | None) -> list[Job]:
     """Returns the trainings of the experiment, seed by seed, so that a first comparison is there early."""
     size = PRESETS[preset]
-    data = absolute(data or size.data)
-    count = size.seeds if seeds is None else seeds
-    if count < 1:
-        raise UserError(f"--seeds must be at least 1, got {count}")
-    return [Job(name, seed, tuple(_arguments(name, data, size))) for seed in range(count) for name in variants]
+    source = absolute(data or size.data)
+    return seed_by_seed(variants, size.seeds if seeds is None else seeds, lambda name: _arguments(name, source, size))
 
 
 def _arguments(name: str, data: str, size: Preset) -> list[str]:
@@ -136,7 +131,7 @@ def report(runner: Runner, console: Console) -> list[dict[str, Any]]:
     figure = out / "continuity.png"
     _draw(runner, rows, figure)
     note = f"chance level of v1 at width {WIDTH}: {chance('v1', WIDTH):.3f}"
-    publish(out, rows, table, as_markdown(HEADER, [_cells(summary) for summary in table]), note, figure, console)
+    publish(out, rows, table, as_markdown(HEADER, [_cells(summary) for summary in table]), note, [figure], console)
     return rows
 
 
@@ -171,9 +166,5 @@ def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> None:
         draw_curves(axes, groups, title, "v1 of adjacent layers, |cos|", chance("v1", WIDTH))
         axes.label_outer()
     figure.axes[1].legend(loc="center left", fontsize=9)
-    data = json.loads((runner.out / PLAN_FILE).read_text())["data"]
-    seeds = max(summary["seed"] for summary in rows) + 1
-    figure.suptitle(
-        f"Residual MLP, 16 x {WIDTH}, {Path(data).name}: mean and range of {seeds} seed{'s' * (seeds > 1)}", fontsize=12
-    )
+    figure.suptitle(run_title(f"Residual MLP, 16 x {WIDTH}", runner, rows) + ", and their range", fontsize=12)
     save_figure(figure, path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from geocont.experiments.runner import PLAN_FILE, Runner
 from geocont.report.plots import Curve
 from geocont.report.summary import dashboard_command
 from geocont.report.tables import as_csv
 from geocont.runs.files import write_atomically
-from geocont.runs.store import read_metrics
+from geocont.runs.store import read_arrays, read_metrics
 
 
 def absolute(data: str) -> str:
@@ -34,13 +37,48 @@ def curve(run_dir: Path, key: str) -> Curve:
     return Curve(np.array(steps), np.array(values))
 
 
+def mean_of_seeds(runs: Sequence[str | Path], key: str) -> tuple[list[int], np.ndarray]:
+    """Returns the steps ``(T,)`` at which all runs measured an array, and its mean over runs, ``(T, P)``."""
+    found = [read_arrays(run, key) for run in runs]
+    found = [arrays for arrays in found if arrays]
+    steps = sorted(set.intersection(*(set(arrays) for arrays in found))) if found else []
+    values = [np.mean([arrays[step] for arrays in found], axis=0) for step in steps]
+    return steps, np.stack(values) if values else np.zeros((0, 0))
+
+
+def separates(values: Sequence[float], chance: float, deviation: float, level: float = 0.01) -> bool | None:
+    """Tells whether seeds lie above chance: one-sided t test of their mean; None for fewer than two seeds.
+
+    Args:
+        values: One of each seed.
+        chance: Mean for unrelated random directions.
+        deviation: Standard deviation of one such value. The spread of the seeds counts as at least that, so that three
+            seeds that happen to agree prove nothing.
+        level: Probability of a wrong yes.
+    """
+    from scipy.stats import t
+
+    if len(values) < 2:
+        return None
+    error = max(statistics.stdev(values), deviation) / len(values) ** 0.5
+    return bool(t.sf((statistics.fmean(values) - chance) / error, len(values) - 1) < level)
+
+
+def run_title(what: str, runner: Runner, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a figure's title: what was trained, preset, data and number of seeds."""
+    plan = json.loads((runner.out / PLAN_FILE).read_text(encoding="utf-8"))
+    seeds = len({row["seed"] for row in rows})
+    of = f"{seeds} seed{'s' * (seeds > 1)}"
+    return f"{what}, preset {plan['preset']}, {Path(plan['data']).name}: mean of {of}"
+
+
 def publish(
     out: Path,
     rows: Sequence[Mapping[str, Any]],
     table: Sequence[Mapping[str, Any]],
     markdown: str,
     note: str,
-    figure: Path,
+    figures: Sequence[Path],
     console: Console,
 ) -> None:
     """Writes ``runs.csv``, ``table.csv`` and ``table.md`` into a folder, prints the table and where everything lies."""
@@ -49,6 +87,8 @@ def publish(
     write_atomically(out / "table.md", markdown)
     console.print(f"\n{markdown}", soft_wrap=True)
     console.print(note, soft_wrap=True)
-    console.print(f"runs      {out / 'runs'}\ntables    {out / 'table.md'}, table.csv, runs.csv\nfigure    {figure}")
+    console.print(f"runs      {out / 'runs'}\ntables    {out / 'table.md'}, table.csv, runs.csv", soft_wrap=True)
+    for figure in figures:
+        console.print(f"figure    {figure}", soft_wrap=True)
     dashboards = filter(None, (dashboard_command(Path(row["run"])) for row in rows))
     console.print(f"dashboard {next(dashboards, 'no W&B files')}", soft_wrap=True)

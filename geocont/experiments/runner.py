@@ -51,6 +51,17 @@ class Job:
         return f"{self.variant}-seed{self.seed}"
 
 
+def seed_by_seed(variants: Sequence[str], seeds: int, arguments: Callable[[str], Sequence[str]]) -> list[Job]:
+    """Returns a job for each variant and seed, all variants of a seed before the next, so that one can compare early.
+
+    Raises:
+        UserError: There are no seeds.
+    """
+    if seeds < 1:
+        raise UserError(f"--seeds must be at least 1, got {seeds}")
+    return [Job(name, seed, tuple(arguments(name))) for seed in range(seeds) for name in variants]
+
+
 class Runner:
     """Trains the jobs of an experiment below one folder.
 

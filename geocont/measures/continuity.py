@@ -209,6 +209,11 @@ def chance(measure: str, dimension: int) -> float | None:
     return 0.0 if name in ("cosine", "gram") else None
 
 
+def chance_deviation(dimension: int) -> float:
+    """Standard deviation of abs <a, b> of random unit vectors, sqrt((1 - 2 / pi) / d), about the level of ``v1 u1``."""
+    return math.sqrt((1 - 2 / math.pi) / dimension)
+
+
 def summarise(values: Mapping[str, Tensor]) -> tuple[dict[str, float], int]:
     """Reduces each measure to its mean over the pairs (or layers) that have a value.
 

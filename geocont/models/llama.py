@@ -285,8 +285,8 @@ def _config_beside(path: Path) -> LlamaConfig:
             context=int(found["max_position_embeddings"]),
             vocabulary=int(found["vocab_size"]),
             tied=bool(found.get("tie_word_embeddings", False)),
-            rope_theta=float(rope.get("rope_theta", found.get("rope_theta", 10000.0))),
-            norm_eps=float(found.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(rope.get("rope_theta") or found.get("rope_theta") or 10000.0),
+            norm_eps=float(found.get("rms_norm_eps") or 1e-6),
         )
     except OSError as error:
         raise UserError(f"weights: {beside} cannot be read ({error.strerror}); give network.* instead") from error

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
 #: Okabe and Ito's colours, which colour-blind people tell apart, each with its own dash.
@@ -83,20 +84,44 @@ def heat_map(steps: Sequence[int], values: np.ndarray, defined: np.ndarray, titl
     """
     figure = Figure(figsize=(8, 1.6 + 0.16 * values.shape[1]), layout="constrained")
     axes = figure.subplots()
+    image = draw_heat_map(axes, steps, values, title)
     edges = np.arange(len(steps) + 1)
-    image = axes.pcolormesh(edges, np.arange(values.shape[1] + 1), values.T, vmin=0, vmax=1, cmap="viridis")
     dimmed = np.where(defined.T | np.isnan(values.T), np.nan, 1.0)
     axes.pcolormesh(edges, np.arange(values.shape[1] + 1), dimmed, vmin=0, vmax=1, cmap="Greys_r", alpha=0.35)
-    shown = np.unique(np.linspace(0, len(steps) - 1, 8).astype(int))
+    axes.set_xlabel("optimizer step (one column for each measurement)")
+    figure.colorbar(image, ax=axes, label="|cos|; dimmed: s1/s2 < 1.02")
+    return figure
+
+
+def draw_heat_map(axes: Axes, steps: Sequence[int], values: np.ndarray, title: str) -> ScalarMappable:
+    """Draws one measure of all pairs of layers over training, ``(T, P)`` from 0 to 1; returns it for a colour bar."""
+    image = axes.pcolormesh(
+        np.arange(len(steps) + 1), np.arange(values.shape[1] + 1), values.T, vmin=0, vmax=1, cmap="viridis"
+    )
+    shown = np.unique(np.linspace(0, len(steps) - 1, 6).astype(int)) if len(steps) else np.zeros(0, dtype=int)
     axes.set_xticks(shown + 0.5, [str(steps[i]) for i in shown])
     every = max(1, values.shape[1] // 12)
     pairs = range(0, values.shape[1], every)
     axes.set_yticks([pair + 0.5 for pair in pairs], [f"{pair}, {pair + 1}" for pair in pairs])
-    axes.set_xlabel("optimizer step (one column for each measurement)")
+    axes.set_xlabel("optimizer step")
     axes.set_ylabel("pair of layers")
     axes.set_title(title, fontsize=11)
-    figure.colorbar(image, ax=axes, label="|cos|; dimmed: s1/s2 < 1.02")
-    return figure
+    return image
+
+
+def draw_table(
+    axes: Axes, rows: Sequence[str], columns: Sequence[str], values: np.ndarray, marked: np.ndarray
+) -> ScalarMappable:
+    """Draws numbers from 0 to 1, ``(R, C)``, as a table coloured by them; marked ones get a star, NaN is left out."""
+    image = axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    for i, j in np.argwhere(np.isfinite(values)):
+        colour = "white" if values[i, j] < 0.6 else "black"
+        text = f"{values[i, j]:.2f}" + ("*" if marked[i, j] else "")
+        axes.text(j, i, text, ha="center", va="center", color=colour, fontsize=9)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(length=0)
+    return image
 
 
 def as_pixels(figure: Figure) -> np.ndarray:
