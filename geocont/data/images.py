@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from geocont.data.hub import load_splits
-from geocont.data.loader import ResumableLoader, TensorPairs, as_fetched
+from geocont.data.loader import ResumableLoader, TensorPairs, evaluation_loader
 from geocont.errors import UserError
 
 EVALUATION_BATCH = 1024  # has no influence on any result
@@ -87,9 +87,7 @@ class ImageClassification(LightningDataModule):
     def val_dataloader(self) -> DataLoader:
         """The held-out split, in order."""
         held_out = self.splits[1]
-        generator = torch.Generator()  # unused, but without one a loader draws from training's random state
-        pairs = TensorPairs(held_out.x, held_out.y)
-        return DataLoader(pairs, batch_size=EVALUATION_BATCH, collate_fn=as_fetched, generator=generator)
+        return evaluation_loader(TensorPairs(held_out.x, held_out.y), EVALUATION_BATCH)
 
     test_dataloader = val_dataloader
     predict_dataloader = val_dataloader

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from geocont.errors import UserError
 
+UNSCORED = -100  # the target that torch's cross entropy ignores
+
 
 class TensorPairs(Dataset):
     """Inputs and labels in memory, fetched a batch at a time (one gather instead of a collation of single samples)."""
@@ -25,7 +27,11 @@ class TensorPairs(Dataset):
         return self.x[index], self.y[index]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return self.x[indices], self.y[indices]
+        """Returns samples and their labels; an index beyond the last is a sample that does not count, label -100."""
+        places = torch.tensor(indices)
+        beyond = places >= len(self.x)
+        places[beyond] = 0
+        return self.x[places], self.y[places].masked_fill(beyond, UNSCORED)
 
 
 def as_fetched(batch: Any) -> Any:
@@ -111,3 +117,32 @@ class ResumableLoader(DataLoader):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Has the saved epoch go on at the saved position."""
         self.order.resume_at = (state["epoch"], state["position"])
+
+
+class EveryOnce(DistributedSampler):
+    """All samples in order, dealt out to the ranks in turn, each exactly once.
+
+    Torch's own sampler repeats samples until all ranks have as many, and those would count twice. Here a rank that is
+    one short gets an index beyond the last, for which a data set returns a sample that is not scored.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        world = torch.distributed.get_world_size() if distributed else 1
+        super().__init__(dataset, world, torch.distributed.get_rank() if distributed else 0, shuffle=False)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, self.total_size, self.num_replicas))
+
+
+def evaluation_loader(dataset: Dataset, batch_size: int) -> DataLoader:
+    """Returns a loader of every sample once, over all ranks; see :class:`EveryOnce`.
+
+    Args:
+        dataset: Its ``__getitems__`` returns a collated batch, and takes indices beyond the last.
+        batch_size: Samples a batch, on each rank.
+    """
+    generator = torch.Generator()  # unused, but without one a loader draws from training's random state
+    return DataLoader(
+        dataset, batch_size=batch_size, sampler=EveryOnce(dataset), collate_fn=as_fetched, generator=generator
+    )

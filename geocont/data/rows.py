@@ -136,11 +136,19 @@ def hold_out(rows: Rows, share: float) -> tuple[Rows, Rows]:
 
 @dataclass(frozen=True)
 class TextDigest:
-    """What identifies a text: a hash of its rows (hexadecimal), with the number of rows and of characters."""
+    """What identifies a text, and its size.
+
+    Attributes:
+        sha256: Of its rows, hexadecimal.
+        rows: Their number.
+        characters: Their number.
+        words: Runs of characters between white space, and an end for every row, also an empty one: WikiText's count.
+    """
 
     sha256: str
     rows: int
     characters: int
+    words: int
 
 
 def digest(rows: Rows, root: Path) -> TextDigest:
@@ -154,7 +162,7 @@ def digest(rows: Rows, root: Path) -> TextDigest:
         UserError: There is no text in any row.
     """
     name = rows.known_as()
-    found = _hash(rows) if name is None else _remembered(rows, root / "digests" / key_of(format=1, name=name))
+    found = _hash(rows) if name is None else _remembered(rows, root / "digests" / key_of(format=2, name=name))
     if not found.characters:
         raise UserError(f"{rows.origin} is empty throughout: no text in {found.rows} rows; give one with text")
     return found
@@ -167,17 +175,18 @@ def _remembered(rows: Rows, folder: Path) -> TextDigest:
         values = read_json(file)
         if values is None:
             return None
-        return TextDigest(str(values["sha256"]), int(values["rows"]), int(values["characters"]))
+        return TextDigest(str(values["sha256"]), int(values["rows"]), int(values["characters"]), int(values["words"]))
 
     return built_once(folder, read, lambda: write_json(file, vars(_hash(rows))))
 
 
 def _hash(rows: Rows) -> TextDigest:
-    content, count, characters = hashlib.sha256(), 0, 0
+    content, count, characters, words = hashlib.sha256(), 0, 0, 0
     for row in rows:
         encoded = row.encode()
         content.update(len(encoded).to_bytes(8, "little"))
         content.update(encoded)
         count += 1
         characters += len(row)
-    return TextDigest(content.hexdigest(), count, characters)
+        words += len(row.split()) + 1
+    return TextDigest(content.hexdigest(), count, characters, words)

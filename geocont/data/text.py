@@ -15,13 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from geocont.data.cache import cache_root
 from geocont.data.corpus import load_corpus
-from geocont.data.loader import ResumableLoader, as_fetched
+from geocont.data.loader import UNSCORED, ResumableLoader, evaluation_loader
 from geocont.data.rows import Rows, TextDigest, digest
 from geocont.data.tokenizer import Tokenizer, load_tokenizer
 from geocont.data.tokens import TokenFile, tokenised
 from geocont.errors import UserError
-
-UNSCORED = -100  # the target that torch's cross entropy ignores
 
 
 class Blocks(Dataset):
@@ -52,7 +50,7 @@ class Blocks(Dataset):
         return x[0], y[0]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Returns blocks and their targets, both int64 ``(B, T)``."""
+        """Returns blocks and their targets, both int64 ``(B, T)``; a block beyond the last has no scored target."""
         if self._stream is None:
             self._stream = self.file.open()
         places = np.asarray(indices)[:, None] * self.context + np.arange(self.context + 1)
@@ -122,6 +120,7 @@ class Text(LightningDataModule):
         self.seed = seed
         self.num_workers = num_workers
         self._files: dict[str, TokenFile] = {}
+        self._digests: dict[str, TextDigest] = {}
 
     def prepare_data(self) -> None:
         """Tokenises what the cache does not have; other processes that come by wait for it."""
@@ -144,12 +143,15 @@ class Text(LightningDataModule):
         hashes = [self.tokens(split).sha256[:16] for split in ("train", "validation")]
         return "-".join([*hashes, str(self.context)])
 
+    def tokens_per_word(self, split: str) -> float:
+        """Returns a split's scored tokens over its words, ends of rows included: what perplexity per word needs."""
+        return (self.tokens(split).tokens - 1) / self._digest(split).words
+
     def tokens(self, split: str) -> TokenFile:
         """Returns the stream of ``train``, ``validation`` or ``test``; it is made where the cache does not have it."""
         if split not in self._files:
             rows = self._rows[split]
-            text = self._train_text if split == "train" else digest(rows, self._root)
-            file = tokenised(rows, text, self._encoder, self._root)
+            file = tokenised(rows, self._digest(split), self._encoder, self._root)
             if split == "train" and file.tokens <= self.context:
                 raise UserError(
                     f"data.context: one block of {self.context} takes {self.context + 1} tokens, {rows.origin} has"
@@ -170,13 +172,14 @@ class Text(LightningDataModule):
             raise UserError(f"data.validation_share must lie between 0 and 1, got {self.validation_share}")
         return load_corpus(self.path, self.config, self.column, self.validation_share)
 
-    @cached_property
-    def _train_text(self) -> TextDigest:
-        return digest(self._rows["train"], self._root)
+    def _digest(self, split: str) -> TextDigest:
+        if split not in self._digests:
+            self._digests[split] = digest(self._rows[split], self._root)
+        return self._digests[split]
 
     @cached_property
     def _encoder(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer, self.vocabulary, self._rows["train"], self._train_text, self._root)
+        return load_tokenizer(self.tokenizer, self.vocabulary, self._rows["train"], self._digest("train"), self._root)
 
     def train_dataloader(self) -> DataLoader:
         """Shuffled blocks; the last partial block, and the last incomplete batch of an epoch, are dropped."""
@@ -195,6 +198,4 @@ class Text(LightningDataModule):
     predict_dataloader = test_dataloader
 
     def _in_order(self, split: str) -> DataLoader:
-        generator = torch.Generator()  # unused, but without one a loader draws from training's random state
-        blocks = Blocks(self.tokens(split), self.context, whole=True)
-        return DataLoader(blocks, batch_size=self.batch_size, collate_fn=as_fetched, generator=generator)
+        return evaluation_loader(Blocks(self.tokens(split), self.context, whole=True), self.batch_size)

@@ -57,7 +57,9 @@ class Preset:
 
 
 PRESETS = {
-    "smoke": Preset("stdlib", 1, ("--trainer.max_steps=10", "--trainer.val_check_interval=10")),
+    "smoke": Preset(
+        "stdlib", 1, ("--trainer.max_steps=10", "--trainer.val_check_interval=10", "--trainer.limit_val_batches=5")
+    ),
     "cpu": Preset("stdlib", 3),
     "paper": Preset("Salesforce/wikitext", 3, small=False),
 }
@@ -242,7 +244,7 @@ def _draw_training(
         image = draw_heat_map(axes, steps, values, title)
     last = list(figure.axes)[len(PROJECTIONS)]
     last.axis("off")
-    figure.colorbar(image, ax=last, label="|cos| of adjacent layers", location="left", fraction=0.2)
+    figure.colorbar(image, cax=last.inset_axes((0.05, 0, 0.08, 1)), label="|cos| of adjacent layers")
     figure.suptitle(
         run_title("Llama" if variant == "baseline" else f"Llama, {VARIANTS[variant]}", runner, rows), fontsize=12
     )

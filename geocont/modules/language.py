@@ -4,53 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import Metric
 
 from geocont.errors import UserError
 from geocont.models import LanguageModel
 from geocont.modules.base import GeoModule
+from geocont.modules.mean import UNSCORED, ScoredMean
 from geocont.optim import OptimizerFactory, Schedule
 from geocont.weights import WeightPattern
-
-UNSCORED = -100  # a target that does not count
-
-
-class TokenMean(Metric):
-    """Mean loss of a token over batches of any number of tokens, and over all ranks; nan without tokens."""
-
-    full_state_update = False
-    total: Tensor
-    residue: Tensor
-    tokens: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("residue", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("tokens", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, total: Tensor, tokens: Tensor) -> None:
-        """Adds the sum of the losses of some tokens, and their number, both ``()``."""
-        before = self.total
-        self.total = before + total
-        # Knuth's two-sum: what float32 has just rounded off (float64 would do, but not on every accelerator)
-        added = self.total - before
-        self.residue = self.residue + ((before - (self.total - added)) + (total - added))
-        self.tokens = self.tokens + tokens
-
-    def compute(self) -> Tensor:
-        """Returns the mean ``()``."""
-        return (self.total + self.residue) / self.tokens
 
 
 class LanguageModule(GeoModule):
     """Trains a network to predict tokens; logs ``train/loss``, ``val/loss`` and ``val/perplexity``, in nats a token.
 
     A batch is (tokens, targets), both int64 ``(B, T)``; a target of -100 is not scored. ``val/loss`` is the mean over
-    all scored tokens, however they are spread over batches and ranks, and ``val/perplexity`` its exponential.
+    all scored tokens, ``val/tokens`` of them, however they are spread over batches and ranks, and ``val/perplexity``
+    its exponential. Where the data module has ``tokens_per_word(split)``, ``val/perplexity_per_word`` is logged too,
+    which does not depend on the tokenizer.
 
     Args:
         model: Maps tokens ``(B, T)`` to logits ``(B, T, vocabulary)``.
@@ -68,7 +39,7 @@ class LanguageModule(GeoModule):
         super().__init__(optimizer, schedule)
         self.model = model
         self.compiled = compile
-        self.token_mean = TokenMean()
+        self.mean_loss = ScoredMean()
 
     def weight_patterns(self) -> Mapping[str, str | WeightPattern]:
         """Returns the patterns of the network."""
@@ -106,11 +77,11 @@ class LanguageModule(GeoModule):
 
     def on_validation_epoch_start(self) -> None:
         """Starts the sums of ``val/loss``."""
-        self.token_mean.reset()
+        self.mean_loss.reset()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Adds a batch to ``val/loss`` and ``val/perplexity``."""
-        self.token_mean.update(*self._losses(batch))
+        self.mean_loss.update(*self._losses(batch))
 
     def on_validation_epoch_end(self) -> None:
         """Logs ``val/loss`` and ``val/perplexity``."""
@@ -118,11 +89,11 @@ class LanguageModule(GeoModule):
 
     def on_test_epoch_start(self) -> None:
         """Starts the sums of ``test/loss``."""
-        self.token_mean.reset()
+        self.mean_loss.reset()
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Adds a batch to ``test/loss`` and ``test/perplexity``."""
-        self.token_mean.update(*self._losses(batch))
+        self.mean_loss.update(*self._losses(batch))
 
     def on_test_epoch_end(self) -> None:
         """Logs ``test/loss`` and ``test/perplexity``."""
@@ -140,6 +111,11 @@ class LanguageModule(GeoModule):
         return F.cross_entropy(logits, y, ignore_index=UNSCORED, reduction="sum"), (y != UNSCORED).sum()
 
     def _log_mean(self, stage: str) -> None:
-        loss = self.token_mean.compute()  # over all ranks already; sync_dist then averages equal values
+        loss = self.mean_loss.compute()  # over all ranks already; sync_dist then averages equal values
         self.log(f"{stage}/loss", loss, prog_bar=True, sync_dist=True)
         self.log(f"{stage}/perplexity", loss.exp(), prog_bar=True, sync_dist=True)
+        self.log(f"{stage}/tokens", self.mean_loss.count.float(), sync_dist=True, reduce_fx="sum")
+        per_word = getattr(getattr(self.trainer, "datamodule", None), "tokens_per_word", None)
+        if per_word is not None:
+            words = (loss * per_word("validation" if stage == "val" else stage)).exp()
+            self.log(f"{stage}/perplexity_per_word", words, sync_dist=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from geocont.errors import UserError
 from geocont.models import ResidualMLP, ResidualMLPConfig
 from geocont.modules.base import GeoModule
+from geocont.modules.mean import UNSCORED, ScoredMean
 from geocont.optim import OptimizerFactory, Schedule
 
 
@@ -34,7 +36,8 @@ class ResidualMLPModule(GeoModule):
         super().__init__(optimizer, schedule)
         self.model: ResidualMLP = ResidualMLP(network)
         self.loss = nn.CrossEntropyLoss()
-        self.accuracy = MulticlassAccuracy(network.classes, average="micro")
+        self.accuracy = MulticlassAccuracy(network.classes, average="micro", ignore_index=UNSCORED)
+        self.mean_loss = ScoredMean()
 
     def setup(self, stage: str) -> None:
         """Checks that the network fits the data, before anything is trained.
@@ -77,5 +80,7 @@ class ResidualMLPModule(GeoModule):
         x, y = batch
         logits = self(x)
         self.accuracy(logits, y)
-        self.log(f"{stage}/loss", self.loss(logits, y), on_epoch=True, prog_bar=True, sync_dist=True)
+        total = F.cross_entropy(logits, y, ignore_index=UNSCORED, reduction="sum")
+        self.mean_loss(total, (y != UNSCORED).sum())
+        self.log(f"{stage}/loss", self.mean_loss, on_epoch=True, prog_bar=True)
         self.log(f"{stage}/accuracy", self.accuracy, on_epoch=True, prog_bar=True)

@@ -256,7 +256,7 @@ def test_what_is_wrong_with_a_tokenizer_is_said_in_one_line(tmp_path: Path, monk
 
     def message(name: str, vocabulary: int = 4096) -> str:
         with pytest.raises(UserError) as caught:
-            load_tokenizer(name, vocabulary, rows(), TextDigest("", 1, 1), tmp_path)
+            load_tokenizer(name, vocabulary, rows(), TextDigest("", 1, 1, 1), tmp_path)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 

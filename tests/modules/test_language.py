@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from geocont.errors import UserError
 from geocont.models import GPT2, GPT2Config
 from geocont.modules import GPT2Module
-from geocont.modules.language import TokenMean
+from geocont.modules.mean import ScoredMean
 from geocont.optim import Composite, NamedParameters, Rule
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore:.*treespec:FutureWarning")
@@ -88,7 +88,7 @@ def test_evaluation_weighs_every_token_alike(stage: str, tmp_path: Path) -> None
 
 def test_the_mean_loses_nothing_over_many_batches() -> None:
     """Protects long evaluations: a plain float32 sum of so many terms is wrong in the fourth digit."""
-    mean = TokenMean()
+    mean = ScoredMean()
     for _ in range(20000):
         mean.update(torch.tensor(33333.3), torch.tensor(1000))
     assert mean.compute().item() == pytest.approx(33.3333, rel=1e-6)
