@@ -11,6 +11,7 @@ from callbacks.optimizer_monitor import OptimizerMonitor
 from callbacks.progress_bar import ProgressBar
 from callbacks.softmax_saturation import SoftmaxSaturation
 from callbacks.spectral_dynamics import SpectralDynamics
+from callbacks.spectral_gap import SpectralGap
 from callbacks.stability_guard import StabilityGuard
 from callbacks.step_monitor import StepMonitor
 from callbacks.weight_continuity import WeightContinuity
@@ -22,6 +23,7 @@ __all__ = [
     "ProgressBar",
     "SoftmaxSaturation",
     "SpectralDynamics",
+    "SpectralGap",
     "StabilityGuard",
     "StepMonitor",
     "WeightContinuity",

@@ -29,15 +29,17 @@ class ContinuityRows:
         family: First part of the keys: ``weight``, ``gradient``, ``cumulative`` or ``update``.
         warm: Whether leading subspaces start from those of the last firing. The gradients of two batches have less in
             common than that is worth.
+        vectors: How many leading vectors of each side are kept at full firings, beside the first (see ``arrays``).
 
     Attributes:
         metrics: Key -> mean over pairs, of the current firing.
-        arrays: Key -> values of each pair (NaN where there is none) and leading vectors, of the current firing.
+        arrays: Key -> values of each pair (NaN where there is none) and leading vectors, of the current firing:
+            ``v1_vector`` ``(L, n)``, and with ``vectors`` above one ``v_vectors`` ``(L, n, vectors)``; ``u`` likewise.
         skipped: Number of values that do not exist in the current firing.
     """
 
-    def __init__(self, family: str, warm: bool = True) -> None:
-        self.family, self.warm = family, warm
+    def __init__(self, family: str, warm: bool = True, vectors: int = 1) -> None:
+        self.family, self.warm, self.vectors = family, warm, vectors
         self.starts: dict[str, Tensor] = {}  # projection and run of layers -> block that warms the next solve
         self.begin()
 
@@ -71,6 +73,9 @@ class ContinuityRows:
                 self._keep(projection, "v1_vector", table.subspace.v[..., 0])
                 self._keep(projection, "u1_vector", table.subspace.u[..., 0])
                 self._keep(projection, "singular_values", table.subspace.s)
+                if self.vectors > 1:
+                    self._keep(projection, "v_vectors", table.subspace.v[..., : self.vectors])
+                    self._keep(projection, "u_vectors", table.subspace.u[..., : self.vectors])
         self.add(projection, {name: torch.cat(parts) for name, parts in values.items()})
 
     def add(self, projection: str, values: Mapping[str, Tensor]) -> None:

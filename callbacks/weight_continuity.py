@@ -14,6 +14,8 @@ from torch import Tensor
 from callbacks.collector import Collector, takes_images
 from callbacks.continuity_rows import ContinuityRows
 from callbacks.measuring import MeasuringCallback, Patterns
+from geocont.errors import UserError
+from geocont.measures.continuity import TOP_K
 
 
 class WeightContinuity(MeasuringCallback):
@@ -31,6 +33,8 @@ class WeightContinuity(MeasuringCallback):
         weights: Projection -> regular expression of parameter names, the first group being the depth, e.g.
             ``{q: 'layers\\.(\\d+)\\.attn\\.q_proj\\.weight'}``. By default the module's own ``weight_map()``.
         image_every_seconds: Draw the heat maps at most that often, and at the end of training.
+        vectors: How many leading singular vectors of each side go to the local store at full firings, 1 to 6. More than
+            one let a later analysis follow subspaces, at so many times the space.
     """
 
     def __init__(
@@ -40,10 +44,14 @@ class WeightContinuity(MeasuringCallback):
         full_every_n_firings: int = 10,
         weights: Patterns | None = None,
         image_every_seconds: float = 60.0,
+        vectors: int = 1,
     ) -> None:
         super().__init__(every_n_steps, log_spaced, full_every_n_firings, weights)
+        if not 1 <= vectors <= TOP_K + 1:
+            raise UserError(f"weight_continuity.vectors must be from 1 to {TOP_K + 1}, got {vectors!r}")
+        self.vectors = vectors
         self.image_every_seconds = image_every_seconds
-        self._rows = ContinuityRows("weight")
+        self._rows = ContinuityRows("weight", vectors=vectors)
         self._history: dict[str, list[Tensor]] = {}  # projection -> for each firing (step, values, defined), (1 + 2 P,)
         self._drawn = time.monotonic()
 
@@ -51,7 +59,7 @@ class WeightContinuity(MeasuringCallback):
         """Forgets what an earlier training left, unless a checkpoint brought it."""
         super().on_train_start(trainer, pl_module)
         if not self.restored():
-            self._rows, self._history = ContinuityRows("weight"), {}
+            self._rows, self._history = ContinuityRows("weight", vectors=self.vectors), {}
         self._rows.keep_starts(self.owns, pl_module.device)
 
     def measure(self, trainer: Trainer, full: bool, final: bool) -> None:

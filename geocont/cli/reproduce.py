@@ -12,21 +12,26 @@ from geocont.errors import UserError
 
 EXPERIMENTS = {
     "mlp": "residual MLPs: what makes adjacent layers line up (arXiv 2605.04971)",
+    "drift": "residual MLPs: whether layers turn against each other or their leading directions are ill defined",
     "llama": "Llama and its ablations: continuity of each projection (arXiv 2605.04971)",
     "manifolds": "GPT-2 with a constraint for each module: which belongs where (arXiv 2606.13276)",
 }
 PRESETS = {
     "mlp": "smoke: a minute; cpu: 3,700 steps a run, three seeds; paper: all of MNIST, five seeds",
+    "drift": "smoke: a minute; cpu: 3,700 steps a run, three seeds; paper: all of MNIST, five",
     "llama": "smoke: 10 steps; cpu: eight layers of 128, 400 steps a run, three seeds; paper: 34 million parameters",
     "manifolds": "smoke: 20 steps; cpu: four layers of 128, 320 steps a run, three seeds; paper: GPT-2 small, a seed",
 }
 DATA = {
     "mlp": "digits, a folder of MNIST as parquet, or a name on the hub",
+    "drift": "digits, a folder of MNIST as parquet, or a name on the hub",
     "llama": "stdlib, a folder of text or parquet, or a name on the hub",
     "manifolds": "stdlib, a folder of text or parquet, or a name on the hub",
 }
 VARIANTS = {
-    "mlp": "res_relu res_none res_radial nores_tanh",
+    "mlp": "res_relu res_none res_radial nores_tanh (these by default), and relu none with _pre_norm _post_norm"
+    " _small_init _large_init _default_init _beta2_zero _sgd _muon",
+    "drift": "none radial relu tanh, each also with _gap, and nores_tanh_gap",
     "llama": "baseline relu gelu identity radial no_gate linear_mlp no_residual no_attention_residual no_mlp_residual"
     " no_norm qk_norm linear_attention linear",
     "manifolds": "unconstrained stiefel dgram hetero hetero_inv adamw, and stiefel hetero hetero_inv with _dual_ascent",
@@ -48,7 +53,7 @@ def _parser(name: str) -> Parser:
         "--preset", choices=("smoke", "cpu", "paper"), default="cpu", help=f"{PRESETS[name]} (default: cpu)"
     )
     parser.add_argument("--data", help=f"{DATA[name]} (default: the preset's)")
-    parser.add_argument("--variants", nargs="+", default=["all"], help=f"some of {VARIANTS[name]} (default: all)")
+    parser.add_argument("--variants", nargs="+", help=f"all, or some of {VARIANTS[name]}")
     parser.add_argument("--seeds", type=int, help="number of seeds (default: the preset's)")
     parser.add_argument("--out", type=Path, help=f"folder of everything (default: runs/reproduce/{name}-PRESET)")
     parser.add_argument("--jobs", type=int, help="trainings at a time (default: as many as cores)")
@@ -59,13 +64,14 @@ def _parser(name: str) -> Parser:
 def _reproduce(name: str, options: Namespace) -> int:
     from rich.console import Console
 
-    from geocont.experiments import llama, manifolds, mlp
+    from geocont.experiments import drift, llama, manifolds, mlp
     from geocont.experiments.runner import Runner
     from geocont.report.summary import leet_command
 
-    experiment: Any = {"mlp": mlp, "llama": llama, "manifolds": manifolds}[name]
+    experiment: Any = {"mlp": mlp, "drift": drift, "llama": llama, "manifolds": manifolds}[name]
     check_json_path(options.json)
-    variants = choose(options.variants, experiment.VARIANTS)
+    default = getattr(experiment, "DEFAULT", experiment.VARIANTS)
+    variants = choose(options.variants or default, experiment.VARIANTS)
     out = options.out or Path("runs/reproduce") / f"{name}-{options.preset}"
     jobs = experiment.jobs(options.preset, options.data, variants, options.seeds)
     runner = Runner(out, experiment.plan(options.preset, options.data), jobs, options.jobs)

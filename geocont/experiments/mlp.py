@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from geocont.conf import conf_folder
 from geocont.experiments.results import absolute, curve, pick, publish, run_title
 from geocont.experiments.runner import Job, Runner, collect, seed_by_seed
-from geocont.measures.continuity import chance
-from geocont.report.plots import Curve, draw_curves, save_figure
+from geocont.measures.continuity import alignment, chance
+from geocont.report.plots import Curve, draw_curves, draw_table, save_figure
 from geocont.report.tables import as_markdown, mean_and_spread, summarise_by_variant
-from geocont.runs.store import read_metrics
+from geocont.runs.store import read_arrays, read_metrics
 
+NO_SCALE = "--model.network.scale=null"
 WIDTH = 256  # of the hidden layers in conf/experiment/mlp
 HEADER = (
     "variant",
@@ -27,6 +30,8 @@ HEADER = (
     "paper",
     "gradient v1, step 0",
     "paper",
+    "v2",
+    "v5",
     "top 5",
     "cosine",
     "s1/s2",
@@ -35,20 +40,51 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table: its label, its overlay of ``res_relu.yaml``, what the paper reports (None: no figure)."""
+    """One row of the table: its label, how it differs from ``res_relu.yaml``, what the paper reports (None: no figure).
+
+    ``files`` are overlays below ``conf``, ``options`` further ones of ``geocont fit``.
+    """
 
     label: str
-    overlay: str | None
-    paper_weight_v1: float | None
-    paper_gradient_v1_init: float | None
+    files: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    paper_weight_v1: float | None = None
+    paper_gradient_v1_init: float | None = None
 
 
-VARIANTS = {
-    "res_relu": Variant("Res+ReLU", None, None, None),
-    "res_none": Variant("Res+None", "res_none.yaml", 0.22, 0.93),
-    "res_radial": Variant("Res+Radial", "res_radial.yaml", 0.22, None),
-    "nores_tanh": Variant("NoRes+Tanh", "nores_tanh.yaml", 0.05, 0.05),
+NONE = "experiment/mlp/res_none.yaml"
+#: The paper's comparison, and what ``--variants`` trains by default.
+CORE = {
+    "res_relu": Variant("Res+ReLU"),
+    "res_none": Variant("Res+None", (NONE,), (), 0.22, 0.93),
+    "res_radial": Variant("Res+Radial", ("experiment/mlp/res_radial.yaml",), (), 0.22),
+    "nores_tanh": Variant("NoRes+Tanh", ("experiment/mlp/nores_tanh.yaml",), (), 0.05, 0.05),
 }
+
+
+def _both(suffix: str, label: str, files: tuple[str, ...] = (), options: tuple[str, ...] = ()) -> dict[str, Variant]:
+    """Returns a change to Res+ReLU and the same change to Res+None."""
+    return {
+        f"relu_{suffix}": Variant(f"Res+ReLU, {label}", files, options),
+        f"none_{suffix}": Variant(f"Res+None, {label}", (NONE, *files), options),
+    }
+
+
+VARIANTS = CORE | {
+    name: variant
+    for more in (
+        _both("pre_norm", "LayerNorm before", options=("--model.network.layer_norm=pre",)),
+        _both("post_norm", "LayerNorm after", options=("--model.network.layer_norm=post",)),
+        _both("small_init", "W0 deviation 0.003", options=("--model.network.scale=0.003",)),
+        _both("large_init", "W0 deviation 0.06", options=("--model.network.scale=0.06",)),
+        _both("default_init", "PyTorch's W0", options=("--model.network.initialisation=default", NO_SCALE)),
+        _both("beta2_zero", "Adam, beta2 = 0", ("optim/adam_beta2_zero.yaml",)),
+        _both("sgd", "SGD", ("optim/sgd.yaml",)),
+        _both("muon", "Muon", ("optim/muon.yaml",)),
+    )
+    for name, variant in more.items()
+}
+DEFAULT = tuple(CORE)
 
 
 @dataclass(frozen=True)
@@ -84,6 +120,19 @@ COLUMNS = {
     "update_v1": ("update/v1/hidden", -1),
     "train_loss": ("train/loss", -1),
 }
+#: Singular vectors beside the first, index by index.
+CONCENTRATION = tuple(f"weight_v{number}" for number in range(2, 6))
+#: Columns of the figure of all variants, and their titles.
+SHOWN = {
+    "weight_v1": "weight v1",
+    "weight_u1": "u1",
+    "weight_v2": "v2",
+    "weight_v5": "v5",
+    "weight_topk_in": "top 5",
+    "weight_cosine": "cosine",
+    "gradient_v1_init": "gradient v1, step 0",
+    "accuracy": "accuracy",
+}
 
 
 def plan(preset: str, data: str | None) -> dict[str, Any]:
@@ -99,21 +148,30 @@ def jobs(preset: str, data: str | None, variants: Sequence[str], seeds: int | No
 
 
 def _arguments(name: str, data: str, size: Preset) -> list[str]:
+    variant = VARIANTS[name]
+    epochs = size.digits_epochs if data == "digits" else size.mnist_epochs
+    return [*training_arguments(data, variant.files, epochs), *variant.options]
+
+
+def training_arguments(data: str, files: Sequence[str], epochs: int) -> list[str]:
+    """Returns the options of a training of ``res_relu.yaml`` on other data, with overlays below ``conf``."""
     conf = conf_folder()
     arguments = ["--config", str(conf / "experiment/mlp/res_relu.yaml")]
     if data != "digits":
         arguments += ["--config", str(conf / "data/mnist.yaml"), "--data.path", data]
-    overlay = VARIANTS[name].overlay
-    if overlay:
-        arguments += ["--config", str(conf / "experiment/mlp" / overlay)]
-    epochs = size.digits_epochs if data == "digits" else size.mnist_epochs
+    arguments += [word for file in files for word in ("--config", str(conf / file))]
     return [*arguments, "--trainer.max_epochs", str(epochs)]
 
 
 def describe(run_dir: Path) -> dict[str, Any]:
     """Returns the figures of one run, None where it has none."""
     rows = read_metrics(run_dir)
-    figures = {column: pick(rows, key, position) for column, (key, position) in COLUMNS.items()}
+    figures: dict[str, Any] = {column: pick(rows, key, position) for column, (key, position) in COLUMNS.items()}
+    stored = list(read_arrays(run_dir, "weight/v_vectors/hidden").values())
+    if stored:
+        vectors = torch.from_numpy(stored[-1])  # (L, width, 5)
+        cosines = alignment(vectors[:-1].mT, vectors[1:].mT).mean(0).tolist()  # of each index
+        figures |= {f"weight_v{number}": cosines[number - 1] for number in range(2, 6)}
     return figures | {"steps": rows[-1]["step"] if rows else 0}
 
 
@@ -122,23 +180,27 @@ def report(runner: Runner, console: Console) -> list[dict[str, Any]]:
     rows = collect(runner, describe)
     if not rows:
         return []
-    table = summarise_by_variant(rows, list(COLUMNS))
+    table = summarise_by_variant(rows, [*COLUMNS, *CONCENTRATION])
     out = runner.out
     for summary in table:
         variant = VARIANTS[summary["variant"]]
         summary["paper_weight_v1"] = variant.paper_weight_v1
         summary["paper_gradient_v1_init"] = variant.paper_gradient_v1_init
-    figure = out / "continuity.png"
-    _draw(runner, rows, figure)
+    figures = [_draw(runner, rows, out / "continuity.png")]
+    if len(table) > len(CORE):
+        figures.append(_draw_variants(runner, rows, table, out / "variants.png"))
     note = f"chance level of v1 at width {WIDTH}: {chance('v1', WIDTH):.3f}"
-    publish(out, rows, table, as_markdown(HEADER, [_cells(summary) for summary in table]), note, [figure], console)
+    publish(out, rows, table, as_markdown(HEADER, [_cells(summary) for summary in table]), note, figures, console)
     return rows
 
 
 def _cells(summary: dict[str, Any]) -> list[str]:
     paper = [_figure(summary["paper_weight_v1"]), _figure(summary["paper_gradient_v1_init"])]
     measured = [mean_and_spread(summary, column) for column in ("accuracy", "weight_v1", "gradient_v1_init")]
-    others = [mean_and_spread(summary, column) for column in ("weight_topk_in", "weight_cosine", "weight_gap")]
+    others = [
+        mean_and_spread(summary, column)
+        for column in ("weight_v2", "weight_v5", "weight_topk_in", "weight_cosine", "weight_gap")
+    ]
     runs = f"{summary['seeds']}" + (f" ({summary['failed']} failed)" if summary["failed"] else "")
     return [
         VARIANTS[summary["variant"]].label,
@@ -156,7 +218,9 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> None:
+def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> Path:
+    """Draws v1 of weights and gradients over training, of the paper's comparison if it is there."""
+    rows = [row for row in rows if row["variant"] in CORE] or rows
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     panels = (("weight/v1/hidden", "weights"), ("gradient/v1/hidden", "gradients of the step"))
     for axes, (key, title) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
@@ -168,3 +232,15 @@ def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> None:
     figure.axes[1].legend(loc="center left", fontsize=9)
     figure.suptitle(run_title(f"Residual MLP, 16 x {WIDTH}", runner, rows) + ", and their range", fontsize=12)
     save_figure(figure, path)
+    return path
+
+
+def _draw_variants(runner: Runner, rows: list[dict[str, Any]], table: list[dict[str, Any]], path: Path) -> Path:
+    """Draws the final measures of all variants as a coloured table."""
+    values = np.array([[summary.get(column) for column in SHOWN] for summary in table], dtype=float)
+    figure = Figure(figsize=(10, 1.6 + 0.34 * len(table)), layout="constrained")
+    labels = [VARIANTS[summary["variant"]].label for summary in table]
+    draw_table(figure.subplots(), labels, list(SHOWN.values()), values, np.zeros(values.shape, dtype=bool))
+    figure.suptitle(run_title(f"Residual MLP, 16 x {WIDTH}", runner, rows), fontsize=12)
+    save_figure(figure, path)
+    return path

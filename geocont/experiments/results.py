@@ -64,6 +64,14 @@ def separates(values: Sequence[float], chance: float, deviation: float, level: f
     return bool(t.sf((statistics.fmean(values) - chance) / error, len(values) - 1) < level)
 
 
+def difference(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Returns the mean of paired differences, at least two, and half the width of its confidence interval."""
+    from scipy.stats import t
+
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return statistics.fmean(values), float(t.ppf((1 + confidence) / 2, len(values) - 1)) * error
+
+
 def run_title(what: str, runner: Runner, rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns a figure's title: what was trained, preset, data and number of seeds."""
     plan = json.loads((runner.out / PLAN_FILE).read_text(encoding="utf-8"))
