@@ -23,6 +23,11 @@ SHORT_GPT2 = [  # the small overlay, on text that needs no network
     *("--config", "conf/experiment/gpt2/cpu.yaml", "--trainer.val_check_interval=3", "--trainer.limit_val_batches=2"),
     *("--model.network.width=32", "--model.network.context=32", "--data.context=32", "--data.batch_size=4"),
 ]
+SHORT_LLAMA = [
+    *("--config", "conf/experiment/llama/cpu.yaml", "--trainer.val_check_interval=3", "--trainer.limit_val_batches=2"),
+    *("--model.network.layers=2", "--model.network.width=32", "--model.network.hidden=48"),
+    *("--model.network.context=32", "--data.context=32", "--data.batch_size=4"),
+]
 #: They start processes, which only the command itself can; two on the processor here, whatever they are for.
 PARALLEL = {"ddp.yaml", "ddp_cpu.yaml", "multi_node.yaml"}
 SHORT_PARALLEL = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.num_nodes=1"]
@@ -54,7 +59,8 @@ def test_first_line_is_the_command_that_uses_the_file(path: Path, geocont: Calla
 )
 def test_every_configuration_trains(path: Path, geocont: Callable[..., tuple[int, str, str]], folder: Path) -> None:
     given = command(path)
-    short = SHORT_GPT2 if "gpt2" in " ".join(given) else SHORT_MLP
+    families = {"gpt2": SHORT_GPT2, "llama": SHORT_LLAMA}
+    short = next((options for family, options in families.items() if family in " ".join(given)), SHORT_MLP)
     status, out, err = geocont("fit", *given, *short, *SHORT, "--run.dir=run")
     assert status == 0, out + err
     if "debug" not in path.parts:

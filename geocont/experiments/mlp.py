@@ -20,7 +20,6 @@ from geocont.report.plots import Curve, draw_curves, draw_table, save_figure
 from geocont.report.tables import as_markdown, mean_and_spread, summarise_by_variant
 from geocont.runs.store import read_arrays, read_metrics
 
-NO_SCALE = "--model.network.scale=null"
 WIDTH = 256  # of the hidden layers in conf/experiment/mlp
 HEADER = (
     "variant",
@@ -77,7 +76,7 @@ VARIANTS = CORE | {
         _both("post_norm", "LayerNorm after", options=("--model.network.layer_norm=post",)),
         _both("small_init", "W0 deviation 0.003", options=("--model.network.scale=0.003",)),
         _both("large_init", "W0 deviation 0.06", options=("--model.network.scale=0.06",)),
-        _both("default_init", "PyTorch's W0", options=("--model.network.initialisation=default", NO_SCALE)),
+        _both("default_init", "PyTorch's W0", options=("--model.network.initialisation=default",)),
         _both("beta2_zero", "Adam, beta2 = 0", ("optim/adam_beta2_zero.yaml",)),
         _both("sgd", "SGD", ("optim/sgd.yaml",)),
         _both("muon", "Muon", ("optim/muon.yaml",)),
