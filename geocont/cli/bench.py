@@ -11,6 +11,7 @@ BENCHES = {
     "callbacks": "what GradientCoherence and WeightContinuity add to a training of the 16 x 256 residual MLP",
     "ddp": "a step of Manifold Muon that ranks share, against one that each of them takes as a whole",
     "optimizer": "steps on a layer of GPT-2 small: AdamW, Muon and the solvers of Manifold Muon, time and quality",
+    "training": "Lightning, and geocont with measuring off, against a plain PyTorch loop: a small Llama",
     "subspaces": "leading singular subspaces against the Gram matrix plus eigh, with their errors",
 }
 
@@ -35,6 +36,8 @@ def _parser(name: str) -> Parser:
     parser.add_argument("--repeats", type=int, default=5, help="repetitions, of which the median counts (default: 5)")
     if name == "callbacks":
         parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of a training (default: 1000)")
+    if name == "training":
+        parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a training (default: 40)")
     if name == "ddp":
         parser.add_argument("--ranks", nargs="+", type=int, help="numbers of processes (default: 1 2 4 8, up to cores)")
         parser.add_argument("--layers", type=int, default=4, help="layers of GPT-2 (default: 4)")
@@ -65,6 +68,10 @@ def _rows(name: str, options: Namespace) -> list[dict[str, object]]:
         from geocont.bench.optimizer import measure_optimizers
 
         return measure_optimizers(options.small, options.repeats, options.names, options.gradients, options.curve)
+    if name == "training":
+        from geocont.bench.training import measure_training
+
+        return measure_training(options.steps, options.repeats)
     from geocont.bench.subspaces import measure_subspaces
 
     return measure_subspaces(options.repeats)
