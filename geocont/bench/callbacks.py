@@ -1,121 +1,232 @@
-"""What the measuring callbacks add to a training step of the residual MLP of the paper, batch 32."""
+"""What the measuring callbacks add to a training step: of the paper's residual MLP, and of the small GPT-2 on ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import logging
+import os
 import resource
 import statistics
+import tempfile
 import time
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
-from callbacks import GradientCoherence, WeightContinuity
+from callbacks import (
+    GradientCoherence,
+    OptimizerMonitor,
+    SoftmaxSaturation,
+    SpectralDynamics,
+    StabilityGuard,
+    WeightContinuity,
+)
 from geocont.bench.timing import median_ratio
-from geocont.data import Digits
-from geocont.models import ResidualMLPConfig
-from geocont.modules import ResidualMLPModule
+from geocont.data import Digits, Text
+from geocont.errors import UserError
+from geocont.models import GPT2Config, ResidualMLPConfig
+from geocont.modules import GPT2Module, ResidualMLPModule
+from geocont.optim import AdamWOptions, ModuleWise, MuonOptions
 
 NEVER = 10**9
+Arm = tuple[int | None, Callable[[], list[pl.Callback]]]
 
 
-def both(**cadence: Any) -> list[pl.Callback]:
-    """Returns the two callbacks at a cadence."""
+@dataclass(frozen=True)
+class Workload:
+    """A training that is measured.
+
+    Attributes:
+        module: Builds the LightningModule.
+        data: Builds the data module.
+        arms: Name -> (every_n_steps, what is on).
+        steps: Optimizer steps of a training by default: enough for two periods of the default cadence.
+    """
+
+    module: Callable[[], pl.LightningModule]
+    data: Callable[[], pl.LightningDataModule]
+    arms: dict[str, Arm]
+    steps: int
+
+
+def _continuity(**cadence: Any) -> list[pl.Callback]:
     return [GradientCoherence(**cadence), WeightContinuity(**cadence)]
 
 
-#: Name -> (every_n_steps, what is on).
-ARMS: dict[str, tuple[int | None, Any]] = {
-    "none": (None, list),
-    "default_cadence": (50, both),
-    "light_every_step": (1, partial(both, every_n_steps=1, log_spaced=False, full_every_n_firings=NEVER)),
-    "light_default_cadence": (50, partial(both, log_spaced=False, full_every_n_firings=NEVER)),
-    "only_summing_gradients": (None, lambda: [GradientCoherence(every_n_steps=NEVER, log_spaced=False)]),
+def _all(**cadence: Any) -> list[pl.Callback]:
+    """Returns every measuring callback, at its own default cadence or at another."""
+    log_spaced = {} if not cadence else {"log_spaced": False}
+    others = [SpectralDynamics(**cadence), OptimizerMonitor(**cadence)]
+    return [
+        *_continuity(**cadence, **log_spaced),
+        *others,
+        SoftmaxSaturation(**cadence, **log_spaced),
+        StabilityGuard(**cadence, checkpoint_every_n_steps=None),
+    ]
+
+
+def _gpt2() -> GPT2Module:
+    """Returns the model of conf/experiment/gpt2/hetero.yaml with cpu.yaml."""
+    network = GPT2Config(layers=4, heads=4, width=128, context=128, vocabulary=257, bias=False)
+    muon, adamw = MuonOptions(lr=0.05, start="orthonormal"), AdamWOptions(lr=3e-3)
+    return GPT2Module(network, partial(ModuleWise, assignment="hetero", fused="split", muon=muon, adamw=adamw))
+
+
+WORKLOADS = {
+    "mlp": Workload(
+        lambda: ResidualMLPModule(ResidualMLPConfig(), partial(torch.optim.Adam, lr=1e-3)),
+        lambda: Digits(batch_size=32),
+        {
+            "none": (None, list),
+            "default_cadence": (50, _continuity),
+            "light_every_step": (
+                1,
+                partial(_continuity, every_n_steps=1, log_spaced=False, full_every_n_firings=NEVER),
+            ),
+            "light_default_cadence": (50, partial(_continuity, log_spaced=False, full_every_n_firings=NEVER)),
+            "only_summing_gradients": (None, lambda: [GradientCoherence(every_n_steps=NEVER, log_spaced=False)]),
+        },
+        1000,
+    ),
+    "gpt2": Workload(
+        _gpt2,
+        lambda: Text("stdlib", tokenizer="bytes", context=128, batch_size=16, seed=0),
+        {
+            "none": (None, list),
+            "default_cadence": (50, _all),
+            "every_step": (1, partial(_all, every_n_steps=1)),
+        },
+        101,
+    ),
 }
 
 
 class Stopwatch(pl.Callback):
-    """Times the training steps, without what comes before and after them."""
+    """Times the training steps after the first, and what of them is spent in callbacks; rank 0 leaves it in a file.
 
-    def __init__(self) -> None:
+    Args:
+        path: The file.
+        watched: The callbacks.
+    """
+
+    HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
+
+    def __init__(self, path: Path, watched: Sequence[pl.Callback]) -> None:
         super().__init__()
-        self.seconds = self.within = 0.0
+        self.path, self.within, self.started, self.watched = path, 0.0, 0.0, watched
+        for callback in watched:
+            for name in self.HOOKS:
+                self._watch(callback, name)
 
-    def watch(self, callback: pl.Callback) -> None:
-        """Adds up the time that a callback spends before each optimizer step, where the measuring happens."""
-        hook = callback.on_before_optimizer_step
+    def _watch(self, callback: pl.Callback, name: str) -> None:
+        hook = getattr(callback, name)
 
         def timed(trainer: pl.Trainer, *args: Any) -> None:
             started = time.perf_counter()
             hook(trainer, *args)
-            if trainer.global_step > 0:
+            if self.started:
                 self.within += time.perf_counter() - started
 
-        callback.on_before_optimizer_step = timed  # type: ignore[assignment,method-assign]
+        setattr(callback, name, timed)
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Adds what attention was watched for within the forward pass, which has just ended."""
+        for callback in self.watched:
+            if (
+                isinstance(callback, SoftmaxSaturation)
+                and self.started
+                and callback._watched_step == trainer.global_step
+            ):
+                self.within += callback._watch.seconds
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Starts at the second step: the first one allocates."""
         if trainer.global_step == 1:
             self.started = time.perf_counter()
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stops after the last step."""
-        self.seconds = time.perf_counter() - self.started
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stops after the last step (the callbacks' own ends come later)."""
+        seconds = time.perf_counter() - self.started
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps({"seconds": seconds, "within": self.within, "peak": peak}))
 
 
-def measure_callbacks(steps: int, repeats: int) -> list[dict[str, Any]]:
+def measure_callbacks(model: str, ranks: Sequence[int], steps: int | None, repeats: int) -> list[dict[str, Any]]:
     """Returns rows ``name ranks every_n_steps ms_per_step overhead_percent inside_percent peak_mb``.
 
     ``overhead_percent`` compares whole trainings, which on a shared machine differ by more than the callbacks cost;
-    ``inside_percent`` is the time spent within the callbacks over the rest of the same training.
+    ``inside_percent`` is the time spent within the callbacks over the rest of the same training. ``peak_mb`` is the
+    largest memory of rank 0 up to then, the interpreter included.
 
     Args:
-        steps: Optimizer steps of each training.
+        model: ``mlp`` or ``gpt2``.
+        ranks: Numbers of processes, each of one thread, on a global batch that grows with them; 1 is this process.
+        steps: Optimizer steps of each training; by default those of the model's workload.
         repeats: Rounds; each trains every arm once.
+
+    Raises:
+        UserError: A number is too small, or there is no such model.
     """
+    if model not in WORKLOADS:
+        raise UserError(f"--model must be one of {', '.join(WORKLOADS)}, got {model!r}")
+    workload = WORKLOADS[model]
+    steps = workload.steps if steps is None else steps
+    for option, value, least in (("--ranks", min(ranks), 1), ("--steps", steps, 2), ("--repeats", repeats, 1)):
+        if value < least:
+            raise UserError(f"{option} must be at least {least}, got {value}")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
-    inside: dict[str, list[float]] = {name: [] for name in ARMS}
-    for _ in range(repeats):
-        for name, (_, build) in ARMS.items():
-            total, within = _train(build(), steps)
-            seconds[name].append(total)
-            inside[name].append(100 * within / (total - within))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return [
-        {
-            "name": name,
-            "ranks": 1,
-            "every_n_steps": every,
-            "ms_per_step": 1e3 * statistics.median(seconds[name]) / (steps - 1),
-            "overhead_percent": 100 * (median_ratio(seconds[name], seconds["none"]) - 1),
-            "inside_percent": statistics.median(inside[name]),
-            "peak_mb": peak,
-        }
-        for name, (every, _) in ARMS.items()
-    ]
+    rows = []
+    for count in ranks:
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in workload.arms}
+        for _ in range(repeats):
+            for name, (_, build) in workload.arms.items():
+                found[name].append(_train(workload, build(), steps, count))
+        seconds = {name: [run["seconds"] for run in runs] for name, runs in found.items()}
+        for name, (every, _) in workload.arms.items():
+            inside = [100 * run["within"] / (run["seconds"] - run["within"]) for run in found[name]]
+            row: dict[str, Any] = {"name": name, "ranks": count, "every_n_steps": every}
+            row["ms_per_step"] = 1e3 * statistics.median(seconds[name]) / (steps - 1)
+            row["overhead_percent"] = 100 * (median_ratio(seconds[name], seconds["none"]) - 1)
+            row["inside_percent"] = statistics.median(inside)
+            rows.append(row | {"peak_mb": max(run["peak"] for run in found[name])})
+    return rows
 
 
-def _train(callbacks: list[pl.Callback], steps: int) -> tuple[float, float]:
-    """Returns the seconds of a training, and those spent within the callbacks' own hook."""
+def _train(workload: Workload, callbacks: list[pl.Callback], steps: int, ranks: int) -> dict[str, float]:
+    """Returns the seconds of a training, those spent within the callbacks, and the memory."""
     torch.manual_seed(0)
-    stopwatch = Stopwatch()
-    for callback in callbacks:
-        stopwatch.watch(callback)
-    trainer = pl.Trainer(
-        max_steps=steps,
-        max_epochs=-1,
-        limit_val_batches=0,
-        callbacks=[stopwatch, *callbacks],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(ResidualMLPModule(ResidualMLPConfig(), partial(torch.optim.Adam, lr=1e-3)), Digits(batch_size=32))
-    return stopwatch.seconds, stopwatch.within
+    several: dict[str, Any] = {"strategy": "ddp_fork", "devices": ranks} if ranks > 1 else {"devices": 1}
+    threads = torch.get_num_threads()
+    if ranks > 1:
+        torch.set_num_threads(1)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        stopwatch = Stopwatch(Path(folder, "found.json"), callbacks)
+        trainer = pl.Trainer(
+            max_steps=steps,
+            max_epochs=-1,
+            limit_val_batches=0,
+            callbacks=[stopwatch, *callbacks],
+            accelerator="cpu",
+            logger=False,
+            default_root_dir=folder,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **several,
+        )
+        with contextlib.redirect_stdout(io.StringIO()):  # the optimizer's table, each time
+            trainer.fit(workload.module(), workload.data())
+        torch.set_num_threads(threads)
+        found: dict[str, float] = json.loads(stopwatch.path.read_text())
+        return found

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from geocont.cli.options import Parser, add_json_option, check_json_path, write_rows
 
 BENCHES = {
-    "callbacks": "what GradientCoherence and WeightContinuity add to a training of the 16 x 256 residual MLP",
+    "callbacks": "what callbacks add to a training: of a residual MLP, or of a small GPT-2 on one and more ranks",
     "ddp": "a step of Manifold Muon that ranks share, against one that each of them takes as a whole",
     "optimizer": "steps on a layer of GPT-2 small: AdamW, Muon and the solvers of Manifold Muon, time and quality",
     "training": "Lightning, and geocont with measuring off, against a plain PyTorch loop: a small Llama",
+    "pretrained": "the analysis of a checkpoint: leading measures against dense decompositions, time, errors, memory",
     "subspaces": "leading singular subspaces against the Gram matrix plus eigh, with their errors",
 }
 
@@ -35,7 +36,9 @@ def _parser(name: str) -> Parser:
     parser = Parser(prog=f"geocont bench {name}", description=BENCHES[name])
     parser.add_argument("--repeats", type=int, default=5, help="repetitions, of which the median counts (default: 5)")
     if name == "callbacks":
-        parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of a training (default: 1000)")
+        parser.add_argument("--model", default="mlp", help="mlp or gpt2, the small one with all callbacks (mlp)")
+        parser.add_argument("--ranks", nargs="+", type=int, default=[1], help="numbers of processes (default: 1)")
+        parser.add_argument("--steps", type=int, help="optimizer steps of a training (mlp: 1000; gpt2: 101)")
     if name == "training":
         parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a training (default: 40)")
     if name == "ddp":
@@ -51,6 +54,9 @@ def _parser(name: str) -> Parser:
         )
         parser.add_argument("--gradients", nargs="+", help="real, or some of five synthetic spectra (default: all)")
         parser.add_argument("--curve", action="store_true", help="the solvers at other numbers of iterations, too")
+    if name == "pretrained":
+        parser.add_argument("--model", help="also a checkpoint: its leading measures against Gram plus eigh and float64")
+        parser.add_argument("--small", action="store_true", help="shapes an eighth of those of Llama-3.1-8B")
     add_json_option(parser)
     return parser
 
@@ -59,7 +65,7 @@ def _rows(name: str, options: Namespace) -> list[dict[str, object]]:
     if name == "callbacks":
         from geocont.bench.callbacks import measure_callbacks
 
-        return measure_callbacks(options.steps, options.repeats)
+        return measure_callbacks(options.model, options.ranks, options.steps, options.repeats)
     if name == "ddp":
         from geocont.bench.ddp import measure_ddp
 
@@ -72,6 +78,10 @@ def _rows(name: str, options: Namespace) -> list[dict[str, object]]:
         from geocont.bench.training import measure_training
 
         return measure_training(options.steps, options.repeats)
+    if name == "pretrained":
+        from geocont.bench.pretrained import measure_pretrained
+
+        return measure_pretrained(options.repeats, options.model, options.small)
     from geocont.bench.subspaces import measure_subspaces
 
     return measure_subspaces(options.repeats)
