@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from callbacks.termination import Termination
 from geocont.errors import UserError
 
 
@@ -30,9 +31,11 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = -1
         self._resumed = False
         self._random_state: torch.Tensor | None = None
+        self._termination = Termination()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the initial state of a new run, so that there is something to resume from whenever it is killed."""
+        self._termination.listen(trainer)
         self._resumed = trainer.ckpt_path is not None
         self._saved_step = trainer.global_step if self._resumed else -1
         if self._random_state is not None:  # restored here, since what is set up before may draw numbers
@@ -53,6 +56,7 @@ class LastCheckpoint(Checkpoint):
         leave out the rest of it.
         """
         ends_here = trainer.should_stop or trainer.global_step == trainer.max_steps
+        ends_here |= self._termination.agreed(trainer)
         if ends_here or trainer.global_step % self.every_n_steps == 0:
             self._save(trainer)
 

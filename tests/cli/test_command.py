@@ -151,6 +151,32 @@ def test_sigterm_saves_and_ends(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["every process", "rank 1"])
+def test_sigterm_stops_all_ranks_after_one_step(asked: str, tmp_path: Path) -> None:
+    """Schedulers signal processes at different batches, or one of them: one that stops alone leaves others waiting."""
+    options = ("--config=conf/trainer/ddp_cpu.yaml", "--callbacks.last_checkpoint.every_n_steps=100000")
+    process = start(tmp_path, *options, "--trainer.max_steps=100000")
+    try:
+        wait_for_step(tmp_path, 20)
+        child = int(subprocess.check_output(["pgrep", "-P", str(process.pid), "-f", "geocont"]).split()[0])
+        os.kill(child, signal.SIGTERM)
+        if asked == "every process":
+            time.sleep(0.05)  # some batches later
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+    finally:
+        process.kill()
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
+    assert manifest["status"] == "interrupted"
+    checkpoint = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == manifest["step"] >= 20
+    steps = str(manifest["step"] + 5)
+    done = run("fit", "--resume=run", f"--trainer.max_steps={steps}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert read_metrics(tmp_path / "run")[-1]["step"] == manifest["step"] + 5
+
+
 def test_two_runs_started_at_once_in_one_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
     options = [*SMALL[:2], *SMALL[3:], "--trainer.max_epochs=1", "--trainer.limit_train_batches=5"]  # with W&B
     both = [subprocess.Popen([*GEOCONT, "fit", *options], cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(2)]

@@ -1,0 +1,58 @@
+"""Two nodes of one process, started by bin/torchrun.sh over loopback: what several processes on one node do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from geocont.runs.store import read_metrics
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = [
+    *("--config", "conf/experiment/gpt2/hetero.yaml", "--config", "conf/experiment/gpt2/cpu.yaml"),
+    *("--config", "conf/trainer/ddp_cpu.yaml", "--trainer.max_steps=3", "--trainer.val_check_interval=3"),
+    *("--trainer.limit_val_batches=2", "--model.network.width=32", "--model.network.context=32"),
+    *("--data.context=32", "--data.batch_size=4"),
+]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def on_two_nodes(run_dir: Path, *options: str) -> list[str]:
+    """Starts both nodes, waits for them, and returns what they said."""
+    given = {"NODES": "2", "PROCESSES": "1", "MASTER": f"127.0.0.1:{free_port()}", "RUN_DIR": str(run_dir)}
+    environment = {**os.environ, **given, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    command = [str(ROOT / "bin/torchrun.sh"), *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    nodes = [subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    said = [node.communicate(timeout=180)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".venv/bin/torchrun").exists(), reason="bin/torchrun.sh takes .venv's torchrun")
+def test_two_nodes_train_and_resume_as_two_processes_do(tmp_path: Path) -> None:
+    """A launcher that gives each node a run of its own, or another batch, is found out on a cluster only."""
+    on_two_nodes(tmp_path / "nodes", *OPTIONS, "--trainer.devices=1")
+    alone = [sys.executable, "-m", "geocont", "fit", *OPTIONS, "--run.dir", str(tmp_path / "one")]
+    subprocess.run(alone, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=180, check=True)
+    nodes, one = (read_metrics(tmp_path / name) for name in ("nodes", "one"))
+    assert [row["step"] for row in nodes] == [row["step"] for row in one]
+    for key in ("train/loss", "val/loss", "weight/v1/q", "spectrum/sigma_max/up/layer_00"):
+        values = [[row[key] for row in rows if key in row] for rows in (nodes, one)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4), key
+    assert json.loads((tmp_path / "nodes/manifest.json").read_text())["status"] == "finished"
+    assert len(list((tmp_path / "nodes/wandb").glob("offline-run-*"))) == 1
+    on_two_nodes(tmp_path / "nodes", f"--resume={tmp_path / 'nodes'}", "--trainer.max_steps=5")
+    assert read_metrics(tmp_path / "nodes")[-1]["step"] == 5
