@@ -63,7 +63,7 @@ def _continuity(**cadence: Any) -> list[pl.Callback]:
 
 def _all(**cadence: Any) -> list[pl.Callback]:
     """Returns every measuring callback, at its own default cadence or at another."""
-    log_spaced = {} if not cadence else {"log_spaced": False}
+    log_spaced: dict[str, Any] = {} if not cadence else {"log_spaced": False}
     others = [SpectralDynamics(**cadence), OptimizerMonitor(**cadence)]
     return [
         *_continuity(**cadence, **log_spaced),
