@@ -56,7 +56,9 @@ def _parser(name: str) -> Parser:
     parser.add_argument("--variants", nargs="+", help=f"all, or some of {VARIANTS[name]}")
     parser.add_argument("--seeds", type=int, help="number of seeds (default: the preset's)")
     parser.add_argument("--out", type=Path, help=f"folder of everything (default: runs/reproduce/{name}-PRESET)")
-    parser.add_argument("--jobs", type=int, help="trainings at a time (default: as many as cores)")
+    parser.add_argument(
+        "--jobs", type=int, help="trainings at a time (default: as many as cores; full-size transformers one by one)"
+    )
     add_json_option(parser)
     return parser
 
@@ -74,7 +76,10 @@ def _reproduce(name: str, options: Namespace) -> int:
     variants = choose(options.variants or default, experiment.VARIANTS)
     out = options.out or Path("runs/reproduce") / f"{name}-{options.preset}"
     jobs = experiment.jobs(options.preset, options.data, variants, options.seeds)
-    runner = Runner(out, experiment.plan(options.preset, options.data), jobs, options.jobs)
+    size = experiment.PRESETS[options.preset]
+    whole = not getattr(size, "small", True)  # a full-size run takes every GPU
+    parallel = 1 if whole and options.jobs is None else options.jobs
+    runner = Runner(out, experiment.plan(options.preset, options.data), jobs, parallel)
     console = Console(highlight=False)
     console.print(f"{len(jobs)} runs; live: {leet_command(runner.folder(jobs[0]) / 'wandb')}", soft_wrap=True)
     runner.run(console)
