@@ -15,7 +15,7 @@ import yaml
 
 from geocont.conf import conf_folder
 
-FILES = sorted(conf_folder().rglob("*.yaml"))
+FILES = sorted(path for path in conf_folder().rglob("*.yaml") if path.parent.name != "sweep")  # tests/cli/test_sweep.py
 OVERLAYS = [path for path in FILES if path.name != "base.yaml"]
 SHORT = ["--trainer.max_epochs=-1", "--trainer.max_steps=3", "--logger.wandb=null"]
 SHORT_MLP = ["--model.network.width=24"]

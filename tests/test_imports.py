@@ -12,9 +12,17 @@ ROOT = Path(__file__).parent.parent
 #: Room -> the rooms it may import from, beside itself and the ground (errors, weights, conf).
 ALLOWED = {
     "geocont.__main__": {"geocont.cli"},
-    "geocont.cli": {"geocont.experiments", "geocont.bench", "geocont.report", "geocont.runs", "callbacks"},
+    "geocont.cli": {
+        "geocont.experiments",
+        "geocont.pretrained",
+        "geocont.bench",
+        "geocont.report",
+        "geocont.runs",
+        "callbacks",
+    },
     "geocont.experiments": {"callbacks", "geocont.modules", "geocont.measures", "geocont.report", "geocont.runs"},
     "geocont.bench": {
+        "geocont.runs",
         "callbacks",
         "geocont.modules",
         "geocont.models",
@@ -22,8 +30,10 @@ ALLOWED = {
         "geocont.optim",
         "geocont.linalg",
         "geocont.manifolds",
+        "geocont.pretrained",
     },
-    "callbacks": {"geocont.measures", "geocont.report"},
+    "callbacks": {"geocont.measures", "geocont.linalg", "geocont.report"},
+    "geocont.pretrained": {"geocont.measures", "geocont.linalg", "geocont.report", "geocont.runs"},
     "geocont.modules": {"geocont.models", "geocont.optim", "geocont.data"},
     "geocont.report": {"geocont.runs", "geocont.measures"},
     "geocont.measures": {"geocont.linalg"},

@@ -24,6 +24,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "geocont.cli.reproduce",
         "repeat an experiment of a paper over variants and seeds; a table and a figure",
     ),
+    "report": ("geocont.cli.report", "write one HTML page (or PNG figures) about runs; needs no network to read"),
+    "dashboard": ("geocont.cli.dashboard", "save a W&B workspace with geocont's panels, or print it"),
+    "sweep": ("geocont.cli.sweep", "train a grid of options without an account; a table and a figure"),
+    "analyze": ("geocont.cli.analyze", "measure the continuity of any checkpoint through depth, one matrix at a time"),
     "bench": ("geocont.cli.bench", "measure what geocont's parts cost on this machine"),
 }
 

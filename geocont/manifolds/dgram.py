@@ -15,8 +15,9 @@ from geocont.manifolds.stiefel import orthonormal, polar_factor
 class DGram(Manifold):
     """W^T W is diagonal; rows instead of columns where the matrix is wide.
 
-    The residual is max |W^T W|_ij over i != j, relative to the norms of both columns. A step goes back to the manifold
-    column by column in its own order, and keeps norms (Q = polar(W' N^-1), W+ = Q diag(Q^T W'), N the norms of W').
+    The residual is max abs (W^T W)_ij over i != j, relative to the norms of both columns. A step goes back to the
+    manifold column by column in its own order, and keeps norms (Q = polar(W' N^-1), W+ = Q diag(Q^T W'), N the norms
+    of W').
 
     Args:
         lo: Least norm of a column, 0 for none.

@@ -11,7 +11,7 @@ from geocont.manifolds.base import Manifold, column_norms
 
 
 class Oblique(Manifold):
-    """diag(W^T W) = 1; rows instead of columns where the matrix is wide. The residual is max |diag(W^T W) - 1|."""
+    """diag(W^T W) = 1; rows instead of columns where the matrix is wide. The residual is max abs (diag(W^T W) - 1)."""
 
     name: ClassVar[str] = "oblique"
 

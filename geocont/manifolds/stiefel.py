@@ -20,7 +20,7 @@ DONE = 1e-6
 
 
 class Stiefel(Manifold):
-    """W^T W = I; rows instead of columns where the matrix is wide. The residual is max |W^T W - I|."""
+    """W^T W = I; rows instead of columns where the matrix is wide. The residual is max abs (W^T W - I)."""
 
     name: ClassVar[str] = "stiefel"
 

@@ -269,13 +269,14 @@ class _Problem:
         return self._conjugate_gradients(q, -self.manifold.projector(inner + inner.mT))
 
     def _conjugate_gradients(self, q: Tensor, right: Tensor) -> Tensor:
-        """Solves P[2 D Z Q + 2 Q Z D] = right, preconditioned by the operator's diagonal; D is diagonal."""
+        """Solves P[2 D Z Q + 2 Q Z D] = right, preconditioned by the operator's diagonal for a diagonal D."""
 
         def operator(z: Tensor) -> Tensor:
             product = 2 * self.times_d(z) @ q
             return self.manifold.projector(product + product.mT)
 
-        diagonal = 2 * self.d[..., :, None] * q.diagonal(dim1=-2, dim2=-1)[..., None, :]
+        d = self.d.diagonal(dim1=-2, dim2=-1) if self.d.ndim == q.ndim else self.d
+        diagonal = 2 * d[..., :, None] * q.diagonal(dim1=-2, dim2=-1)[..., None, :]
         diagonal = (diagonal + diagonal.mT).clamp_min(_tiny(q))
         solution = torch.zeros_like(right)
         conditioned = right / diagonal

@@ -64,7 +64,8 @@ class RunDirectory:
         Raises:
             UserError: The directory holds a run already, or cannot be made.
         """
-        run_id = secrets.token_hex(4)
+        agent = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+        run_id = agent or secrets.token_hex(4)  # an agent of a W&B sweep gives its runs their identity itself
         stamp = time.strftime("%Y%m%d-%H%M%S")
         name = "-".join(filter(None, (stamp, (options.name or "").replace("/", "-"), run_id)))
         path = Path(options.dir) if options.dir else Path(options.root) / options.experiment / name

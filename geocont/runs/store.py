@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,35 +154,46 @@ class RunStore(Logger):
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Returns the rows of a run in order of step, one for each step, whatever state the run is in.
 
-    Rows that a resumption superseded are left out, as is a last line that a kill cut short.
+    Rows that a resumption superseded are left out, as is a line that a kill cut short or that is no row.
     """
     rows: dict[int, dict[str, Any]] = {}
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
         return []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if not isinstance(row, dict):
+            continue
         if _RESUMED_AT in row:
             rows = {step: kept for step, kept in rows.items() if step < row[_RESUMED_AT]}
-        else:
+        elif isinstance(row.get("step"), int):
             rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]
 
 
 def read_arrays(run_dir: str | Path, key: str) -> dict[int, np.ndarray]:
     """Returns step -> array of one key, e.g. ``weight/v1/hidden`` with a value for each pair of layers."""
-    found: dict[int, np.ndarray] = {}
+    return read_all_arrays(run_dir, {key}).get(key, {})
+
+
+def read_all_arrays(run_dir: str | Path, keys: Collection[str] | None = None) -> dict[str, dict[int, np.ndarray]]:
+    """Returns key -> step -> array in one pass over the store; only some keys if they are given."""
+    found: dict[str, dict[int, np.ndarray]] = {}
     for part in sorted((Path(run_dir) / ARRAYS_FOLDER).glob("part-*.arrow")):
         for resumed_at, batch in _batches(part):
             if resumed_at is not None:
-                found = {step: array for step, array in found.items() if step < resumed_at}
-            for row in batch.to_pylist():
-                if row["key"] == key:
-                    found[row["step"]] = np.asarray(row["values"], dtype=np.float32).reshape(row["shape"])
-    return dict(sorted(found.items()))
+                found = {
+                    key: {s: array for s, array in steps.items() if s < resumed_at} for key, steps in found.items()
+                }
+            shapes, values = batch["shape"], batch["values"]
+            for i, (step, key) in enumerate(zip(batch["step"].to_pylist(), batch["key"].to_pylist(), strict=True)):
+                if keys is None or key in keys:
+                    array = values[i].values.to_numpy(zero_copy_only=False)
+                    found.setdefault(key, {})[step] = array.astype(np.float32).reshape(shapes[i].as_py())
+    return {key: dict(sorted(steps.items())) for key, steps in found.items() if steps}
 
 
 def _batches(part: Path) -> Iterator[tuple[int | None, Any]]:

@@ -26,6 +26,8 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
+from geocont.runs.wandb_log import heal_earlier_parts
+
 _log = logging.getLogger(__name__)  # not warnings.warn: it takes two lines, and -W error would stop a training
 
 STEP = "trainer/global_step"
@@ -168,6 +170,8 @@ class WandbRunLogger(WandbLogger):
         except OSError as error:
             arguments["dir"] = tempfile.mkdtemp(prefix="geocont-wandb-")
             self._warn(f"W&B's files go to {arguments['dir']}, {self._save_dir} refuses them ({_brief(error)})")
+        if arguments.get("id"):
+            heal_earlier_parts(Path(arguments["dir"]), arguments["id"])
         settings = {
             "silent": True,
             "quiet": True,
@@ -182,7 +186,7 @@ class WandbRunLogger(WandbLogger):
         arguments["settings"] = wandb.Settings(**{key: value for key, value in settings.items() if key in known})
         reason = ""
         if mode != "offline":
-            if _key_configured(wandb):
+            if key_configured(wandb):
                 try:
                     return wandb.init(mode="online", **arguments)
                 except Exception as error:
@@ -302,7 +306,7 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
-def _key_configured(wandb: Any) -> bool:
+def key_configured(wandb: Any) -> bool:
     """Whether W&B finds credentials for its server (environment, netrc, settings), without a prompt or a request."""
     try:
         from wandb.sdk import wandb_setup

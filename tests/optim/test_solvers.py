@@ -406,3 +406,31 @@ def test_what_is_normal_to_the_manifold_does_not_drown_the_rest(
         assert ratio(solution, w, g, manifold) > 0.93
     else:  # what rounding leaves of it
         assert (g * solution.update).sum().abs() < 1e-4
+
+
+class Columns(Manifold):
+    """A user's own: what Oblique is, known to the solver by its projector and metric only."""
+
+    name = "columns"
+
+    def projector(self, x: Tensor) -> Tensor:
+        return torch.diag_embed(x.diagonal(dim1=-2, dim2=-1))
+
+    def metric(self, w: Tensor) -> Tensor:
+        return w.mT @ w
+
+    def _retract(self, w: Tensor) -> Tensor:
+        return torch.nn.functional.normalize(w, dim=-2)
+
+    def _residual(self, gram: Tensor) -> Tensor:
+        return (gram.diagonal(dim1=-2, dim2=-1) - 1).abs().amax(-1)
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_a_manifold_of_ones_own_is_solved_as_well(spectrum: str) -> None:
+    """The solver's general way took the metric for a diagonal, which it need not be."""
+    own, known = Columns(), Oblique()
+    w, g = point(known, 48, 16)[None], momentum(spectrum, 48, 16)[None]
+    solution, expected = (reweighted(w.float(), g.float(), manifold, iterations=8) for manifold in (own, known))
+    assert ratio(solution, w, g, own).item() > 0.97
+    assert solution.objective.item() == pytest.approx(expected.objective.item(), rel=0.01)
