@@ -16,10 +16,10 @@ from geocont.experiments.results import absolute, mean_of_seeds, pick, publish, 
 from geocont.experiments.runner import Job, Runner, collect, seed_by_seed
 from geocont.measures.continuity import chance, chance_deviation
 from geocont.report.plots import draw_heat_map, draw_table, save_figure
+from geocont.report.summary import expected_measure
 from geocont.report.tables import as_csv, as_markdown, mean_and_spread, summarise_by_variant
 from geocont.runs.files import write_atomically
 from geocont.runs.store import read_arrays, read_metrics
-from geocont.weights import ROLES
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 SIDES = ("v1", "u1")
@@ -70,7 +70,7 @@ HEADER = (
     "variant",
     "seeds",
     "validation loss",
-    *(f"{'u1' if ROLES[p][1] == 'writes' else 'v1'} {p}" for p in PROJECTIONS),
+    *(f"{expected_measure(p)} {p}" for p in PROJECTIONS),
 )
 DETAIL = (
     "projection",
@@ -215,15 +215,11 @@ def _detail_cells(line: dict[str, Any]) -> list[str]:
     ]
 
 
-def _side(projection: str) -> str:
-    return "u1" if ROLES[projection][1] == "writes" else "v1"
-
-
 def _cells(summary: dict[str, Any], rows: Sequence[dict[str, Any]], levels: dict[Any, Level]) -> list[str]:
     runs = f"{summary['seeds']}" + (f" ({summary['failed']} failed)" if summary["failed"] else "")
     cells = [summary["variant"], runs, mean_and_spread(summary, "val_loss", 3)]
     for projection in PROJECTIONS:
-        side = _side(projection)
+        side = expected_measure(projection)
         verdict = _verdict(rows, summary["variant"], side, projection, levels.get((side, projection)))
         cells.append(mean_and_spread(summary, f"weight_{side}_{projection}") + ("*" if verdict else ""))
     return cells
@@ -237,7 +233,7 @@ def _draw_training(
     figure = Figure(figsize=(14, 6.4), layout="constrained")
     panels = figure.subplots(2, 4).flat
     for axes, projection in zip(panels, PROJECTIONS, strict=False):
-        side = _side(projection)
+        side = expected_measure(projection)
         steps, values = mean_of_seeds(runs, f"weight/{side}/{projection}")
         level = levels.get((side, projection))
         title = f"{side} of {projection}" + (f" (chance {level.mean:.3f})" if level else "")
@@ -264,14 +260,14 @@ def _draw_ablations(
     stars = np.zeros(values.shape, dtype=bool)
     for i, summary in enumerate(table):
         for j, projection in enumerate(PROJECTIONS):
-            side = _side(projection)
+            side = expected_measure(projection)
             mean = summary.get(f"weight_{side}_{projection}")
             values[i, j] = np.nan if mean is None else mean
             level = levels.get((side, projection))
             stars[i, j] = bool(_verdict(rows, summary["variant"], side, projection, level))
     figure = Figure(figsize=(9, 1.6 + 0.36 * len(table)), layout="constrained")
     labels = [VARIANTS[summary["variant"]] for summary in table]
-    draw_table(figure.subplots(), labels, [f"{_side(p)} {p}" for p in PROJECTIONS], values, stars)
+    draw_table(figure.subplots(), labels, [f"{expected_measure(p)} {p}" for p in PROJECTIONS], values, stars)
     figure.suptitle(run_title("Llama", runner, rows) + "; *: above chance", fontsize=11)
     save_figure(figure, path)
     return path
