@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -197,6 +198,22 @@ def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> None:
             points = _largest(run, "q") if key.startswith("spectrum") else curve(run, key)
             groups.setdefault(row["variant"], []).append(points)
         draw_curves(axes, groups, label, label, **options)
+    _mark_guard(figure.axes[0], rows)
     figure.axes[0].legend(loc="lower left", fontsize=8)
     figure.suptitle(run_title("GPT-2", runner, rows) + ", and their range", fontsize=12)
     save_figure(figure, path)
+
+
+def _mark_guard(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """Marks on the curves of training loss where StabilityGuard first reported something, the mean over seeds."""
+    drawn = {str(line.get_label()): line for line in axes.lines}
+    label: str | None = "StabilityGuard"
+    for variant, line in drawn.items():
+        steps = [row["guard_first_step"] for row in rows if row["variant"] == variant]
+        known = [step for step in steps if step is not None]
+        if known:
+            step, (x, y) = float(np.mean(known)), line.get_data()
+            height = float(np.interp(step, np.asarray(x, dtype=float), np.asarray(y, dtype=float)))
+            style = {"color": line.get_color(), "edgecolors": "black", "zorder": 5}
+            axes.scatter([step], [height], marker="v", s=70, label=label, **style)  # type: ignore[arg-type]
+            label = None
