@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
+from geocont.errors import UserError
 from geocont.optim import ModuleWise, NamedParameters, OptimizerFactory, Schedule
 from geocont.weights import WeightMap, WeightPattern, canonical_name
 
@@ -41,9 +42,16 @@ class GeoModule(LightningModule):
         return WeightMap.from_patterns(self.weight_patterns(), {name: p.shape for name, p in self.named_parameters()})
 
     def configure_optimizers(self) -> Any:
-        """Builds the optimizer over all trainable parameters, and the schedule in optimizer steps."""
+        """Builds the optimizer over all trainable parameters, and the schedule in optimizer steps.
+
+        Raises:
+            UserError: The optimizer does not take its options.
+        """
         trainable = [(canonical_name(name), p) for name, p in self.named_parameters() if p.requires_grad]
-        optimizer = self.optimizer_factory(NamedParameters(trainable, self.weight_map()))
+        try:
+            optimizer = self.optimizer_factory(NamedParameters(trainable, self.weight_map()))
+        except ValueError as error:  # torch's way of refusing a learning rate below zero and the like
+            raise UserError(f"model.optimizer: {error}") from error
         if isinstance(optimizer, ModuleWise):
             rank_zero_only(print)(optimizer.describe())
         for group in optimizer.param_groups:

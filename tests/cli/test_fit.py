@@ -259,6 +259,7 @@ def test_switches_of_several_files_merge_by_name(geocont: Command, folder: Path)
         ("--callbacks.weight_continuity.every_n_steps=0", "every_n_steps must be a whole number of at least 1, got 0"),
         ("--model.network.inputs=65", "network.inputs is 65, but the data has 64 features"),
         ("--data.batch_size=5000", "data.batch_size must be from 1 to 1437"),
+        ("--model.optimizer.lr=-1", "model.optimizer: Invalid learning rate: -1.0"),
         ("--model.schedule.floor=3", "schedule.floor must be in [0, 1], got 3"),
         ("--callbacks.weight_continuity.weights={hidden: 'hiden.(\\d+).linear.weight'}", "nearest matrices are"),
     ],
