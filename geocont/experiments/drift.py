@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from geocont.experiments import mlp
-from geocont.experiments.results import absolute, difference, mean_of_seeds, publish, run_title
-from geocont.experiments.runner import Job, Runner, collect, seed_by_seed
+from geocont.experiments.results import difference, mean_of_seeds, publish, run_title
+from geocont.experiments.runner import Grid, Runner, collect
 from geocont.measures.continuity import TOP_K, chance
 from geocont.report.plots import Curve, draw_curves, save_figure
 from geocont.report.tables import as_markdown, mean_and_spread, summarise_by_variant
@@ -102,18 +102,6 @@ HEADER = (
 )
 
 
-def plan(preset: str, data: str | None) -> dict[str, Any]:
-    """Returns what identifies the experiment: runs of another plan do not belong into the same folder."""
-    return {"experiment": "drift", "preset": preset, "data": absolute(data or PRESETS[preset].data)}
-
-
-def jobs(preset: str, data: str | None, variants: Sequence[str], seeds: int | None) -> list[Job]:
-    """Returns the trainings of the experiment, seed by seed, so that a first comparison is there early."""
-    size = PRESETS[preset]
-    source = absolute(data or size.data)
-    return seed_by_seed(variants, size.seeds if seeds is None else seeds, lambda name: _arguments(name, source, size))
-
-
 def _arguments(name: str, data: str, size: Preset) -> list[str]:
     variant = VARIANTS[name]
     files = tuple(f"experiment/mlp/{file}" for file in variant.files)
@@ -123,6 +111,10 @@ def _arguments(name: str, data: str, size: Preset) -> list[str]:
     if variant.forced:
         arguments += [f"--callbacks.spectral_gap.ratio={RATIO}", f"--callbacks.spectral_gap.start_step={START}"]
     return arguments
+
+
+GRID = Grid("drift", PRESETS, _arguments)
+plan, jobs = GRID.plan, GRID.jobs
 
 
 def describe(run_dir: Path) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from geocont.conf import conf_folder
-from geocont.experiments.results import absolute, mean_of_seeds, pick, publish, run_title, separates
-from geocont.experiments.runner import Job, Runner, collect, seed_by_seed
+from geocont.experiments.results import mean_of_seeds, pick, publish, run_title, separates
+from geocont.experiments.runner import Grid, Runner, collect
 from geocont.measures.continuity import chance, chance_deviation
 from geocont.report.plots import draw_heat_map, draw_table, save_figure
 from geocont.report.summary import expected_measure
@@ -86,18 +86,6 @@ DETAIL = (
 )
 
 
-def plan(preset: str, data: str | None) -> dict[str, Any]:
-    """Returns what identifies the experiment: runs of another plan do not belong into the same folder."""
-    return {"experiment": "llama", "preset": preset, "data": absolute(data or PRESETS[preset].data)}
-
-
-def jobs(preset: str, data: str | None, variants: Sequence[str], seeds: int | None) -> list[Job]:
-    """Returns the trainings of the experiment, seed by seed, so that a first comparison is there early."""
-    size = PRESETS[preset]
-    source = absolute(data or size.data)
-    return seed_by_seed(variants, size.seeds if seeds is None else seeds, lambda name: _arguments(name, source, size))
-
-
 def _arguments(name: str, data: str, size: Preset) -> list[str]:
     folder = conf_folder() / "experiment/llama"
     files = ["baseline", *([name] if name != "baseline" else []), *(["cpu"] if size.small else [])]
@@ -105,6 +93,10 @@ def _arguments(name: str, data: str, size: Preset) -> list[str]:
     if data != PRESETS["paper"].data:
         arguments += ["--data.path", data, "--data.config=null"]
     return [*arguments, *size.options]
+
+
+GRID = Grid("llama", PRESETS, _arguments)
+plan, jobs = GRID.plan, GRID.jobs
 
 
 def describe(run_dir: Path) -> dict[str, Any]:

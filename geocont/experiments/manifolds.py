@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from rich.console import Console
 
 from callbacks.stability_guard import FILE as GUARD_FILE
 from geocont.conf import conf_folder
-from geocont.experiments.results import absolute, curve, pick, publish, run_title
-from geocont.experiments.runner import Job, Runner, collect, seed_by_seed
+from geocont.experiments.results import curve, pick, publish, run_title
+from geocont.experiments.runner import Grid, Runner, collect
 from geocont.report.plots import Curve, draw_curves, save_figure
 from geocont.report.tables import as_markdown, mean_and_spread, summarise_by_variant
 from geocont.runs.store import read_arrays, read_metrics
@@ -97,18 +96,6 @@ PANELS: tuple[tuple[str, str, Any], ...] = (
 )
 
 
-def plan(preset: str, data: str | None) -> dict[str, Any]:
-    """Returns what identifies the experiment: runs of another plan do not belong into the same folder."""
-    return {"experiment": "manifolds", "preset": preset, "data": absolute(data or PRESETS[preset].data)}
-
-
-def jobs(preset: str, data: str | None, variants: Sequence[str], seeds: int | None) -> list[Job]:
-    """Returns the trainings of the experiment, seed by seed, so that a first comparison is there early."""
-    size = PRESETS[preset]
-    source = absolute(data or size.data)
-    return seed_by_seed(variants, size.seeds if seeds is None else seeds, lambda name: _arguments(name, source, size))
-
-
 def _arguments(name: str, data: str, size: Preset) -> list[str]:
     conf, variant = conf_folder(), VARIANTS[name]
     arguments = ["--config", str(conf / f"experiment/gpt2/{variant.config}.yaml")]
@@ -117,6 +104,10 @@ def _arguments(name: str, data: str, size: Preset) -> list[str]:
     if variant.overlay:
         arguments += ["--config", str(conf / f"optim/{variant.overlay}.yaml")]
     return [*arguments, "--data.path", data, *size.options]
+
+
+GRID = Grid("manifolds", PRESETS, _arguments)
+plan, jobs = GRID.plan, GRID.jobs
 
 
 def describe(run_dir: Path) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from geocont.conf import conf_folder
-from geocont.experiments.results import absolute, curve, pick, publish, run_title
-from geocont.experiments.runner import Job, Runner, collect, seed_by_seed
+from geocont.experiments.results import curve, pick, publish, run_title
+from geocont.experiments.runner import Grid, Runner, collect
 from geocont.measures.continuity import alignment, chance
 from geocont.report.plots import Curve, draw_curves, draw_table, save_figure
 from geocont.report.tables import as_markdown, mean_and_spread, summarise_by_variant
@@ -134,18 +134,6 @@ SHOWN = {
 }
 
 
-def plan(preset: str, data: str | None) -> dict[str, Any]:
-    """Returns what identifies the experiment: runs of another plan do not belong into the same folder."""
-    return {"experiment": "mlp", "preset": preset, "data": absolute(data or PRESETS[preset].data)}
-
-
-def jobs(preset: str, data: str | None, variants: Sequence[str], seeds: int | None) -> list[Job]:
-    """Returns the trainings of the experiment, seed by seed, so that a first comparison is there early."""
-    size = PRESETS[preset]
-    source = absolute(data or size.data)
-    return seed_by_seed(variants, size.seeds if seeds is None else seeds, lambda name: _arguments(name, source, size))
-
-
 def _arguments(name: str, data: str, size: Preset) -> list[str]:
     variant = VARIANTS[name]
     epochs = size.digits_epochs if data == "digits" else size.mnist_epochs
@@ -160,6 +148,10 @@ def training_arguments(data: str, files: Sequence[str], epochs: int) -> list[str
         arguments += ["--config", str(conf / "data/mnist.yaml"), "--data.path", data]
     arguments += [word for file in files for word in ("--config", str(conf / file))]
     return [*arguments, "--trainer.max_epochs", str(epochs)]
+
+
+GRID = Grid("mlp", PRESETS, _arguments)
+plan, jobs = GRID.plan, GRID.jobs
 
 
 def describe(run_dir: Path) -> dict[str, Any]:

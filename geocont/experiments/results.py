@@ -19,11 +19,6 @@ from geocont.runs.files import write_atomically
 from geocont.runs.store import read_arrays, read_metrics
 
 
-def absolute(data: str) -> str:
-    """Returns a folder's path so that it means the same wherever the experiment is continued; names as they are."""
-    return str(Path(data).resolve()) if Path(data).is_dir() else data
-
-
 def pick(rows: Sequence[Mapping[str, Any]], key: str, position: int = -1) -> float | None:
     """Returns the first (0) or last (-1) value of a key in a run's rows, None where it has none."""
     values = [row[key] for row in rows if key in row]

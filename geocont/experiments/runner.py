@@ -13,10 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from filelock import FileLock, Timeout
 from rich.console import Console
@@ -51,15 +51,55 @@ class Job:
         return f"{self.variant}-seed{self.seed}"
 
 
-def seed_by_seed(variants: Sequence[str], seeds: int, arguments: Callable[[str], Sequence[str]]) -> list[Job]:
-    """Returns a job for each variant and seed, all variants of a seed before the next, so that one can compare early.
+def absolute(data: str) -> str:
+    """Returns a folder's path so that it means the same wherever the experiment is continued; names as they are."""
+    return str(Path(data).resolve()) if Path(data).is_dir() else data
 
-    Raises:
-        UserError: There are no seeds.
+
+class Size(Protocol):
+    """What every preset of an experiment has: its data and its number of seeds, unless others are given."""
+
+    @property
+    def data(self) -> str: ...  # noqa: D102
+
+    @property
+    def seeds(self) -> int: ...  # noqa: D102
+
+
+S = TypeVar("S", bound=Size)
+
+
+@dataclass(frozen=True)
+class Grid(Generic[S]):
+    """The trainings of an experiment: variants by seeds.
+
+    Attributes:
+        name: Of the experiment.
+        presets: Its sizes.
+        arguments: (variant, data, size) -> options of ``geocont fit``, without seed and directory.
     """
-    if seeds < 1:
-        raise UserError(f"--seeds must be at least 1, got {seeds}")
-    return [Job(name, seed, tuple(arguments(name))) for seed in range(seeds) for name in variants]
+
+    name: str
+    presets: Mapping[str, S]
+    arguments: Callable[[str, str, S], Sequence[str]]
+
+    def plan(self, preset: str, data: str | None) -> dict[str, Any]:
+        """Returns what identifies the experiment: runs of another plan do not belong into the same folder."""
+        return {"experiment": self.name, "preset": preset, "data": absolute(data or self.presets[preset].data)}
+
+    def jobs(self, preset: str, data: str | None, variants: Sequence[str], seeds: int | None) -> list[Job]:
+        """Returns a job for each variant and seed, all of a seed before the next, so that one can compare early.
+
+        Raises:
+            UserError: There are no seeds.
+        """
+        size = self.presets[preset]
+        count, source = size.seeds if seeds is None else seeds, absolute(data or size.data)
+        if count < 1:
+            raise UserError(f"--seeds must be at least 1, got {count}")
+        return [
+            Job(name, seed, tuple(self.arguments(name, source, size))) for seed in range(count) for name in variants
+        ]
 
 
 class Runner:

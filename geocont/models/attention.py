@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from pathlib import Path
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geocont.errors import UserError
+from geocont.models.safetensors import Layout, WeightsFile, load_weights, open_weights, save_weights
 from geocont.weights import WeightPattern
 
 
@@ -24,10 +26,35 @@ class LanguageModel(nn.Module):
     """Maps tokens ``(B, T)`` int64 to logits ``(B, T, vocabulary)``; no logit depends on a later token."""
 
     config: Sizes
+    layout: ClassVar[Layout]
 
     def weight_patterns(self) -> dict[str, WeightPattern]:
         """Returns where the matrices of each projection lie: projection -> pattern of parameter names."""
         raise NotImplementedError
+
+    def load_safetensors(self, path: str | Path) -> None:
+        """Takes the weights of a file in Hugging Face's layout, cast to this model's type.
+
+        Args:
+            path: The file, or a folder with ``model.safetensors``.
+
+        Raises:
+            UserError: The file is not there, cannot be read, or does not fit this model.
+        """
+        with open_weights(path, self.layout) as file:
+            self.check_file(file)
+            load_weights(self, file, self.is_redundant)
+
+    def save_safetensors(self, path: str | Path) -> None:
+        """Writes the weights to a file in Hugging Face's layout."""
+        save_weights(self, path, self.layout)
+
+    def check_file(self, file: WeightsFile) -> None:
+        """Raises a UserError where a file is of another shape, but its tensors do not tell; by default it is not."""
+
+    def is_redundant(self, name: str, file: WeightsFile) -> bool:
+        """Tells whether a tensor that the model has no place for says nothing that the model lacks."""
+        return False
 
     def check_context(self, tokens: Tensor) -> None:
         """Checks that a batch ``(B, T)`` is not longer than the context.

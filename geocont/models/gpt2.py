@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from geocont.errors import UserError
 from geocont.models.attention import LanguageModel, ScaledDotProduct, merge_heads, split_heads
-from geocont.models.safetensors import Layout, WeightsFile, load_weights, open_weights, save_weights
+from geocont.models.safetensors import Layout, WeightsFile, open_weights
 from geocont.weights import WeightPattern
 
 #: Hugging Face's files: matrices of linear layers in x out (Conv1D), and the causal masks of old files.
@@ -63,6 +63,7 @@ class GPT2(LanguageModel):
     """GPT-2 with the parameter names of Hugging Face's, each matrix stored out x in."""
 
     config: GPT2Config
+    layout = LAYOUT
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -129,29 +130,16 @@ class GPT2(LanguageModel):
         model.load_safetensors(path)
         return model
 
-    def load_safetensors(self, path: str | Path) -> None:
-        """Takes the weights of a file in Hugging Face's layout, cast to this model's type.
+    def check_file(self, file: WeightsFile) -> None:
+        """Raises a UserError where ``config.json`` beside a file tells of another number of heads."""
+        heads = _heads_beside(file.path)
+        if heads not in (None, self.config.heads):
+            raise UserError(
+                f"network.heads is {self.config.heads}, but the weights {file.path} are of a model with {heads};"
+                f" set --model.network.heads={heads}"
+            )
 
-        Args:
-            path: The file, or a folder with ``model.safetensors``.
-
-        Raises:
-            UserError: The file is not there, cannot be read, or does not fit this model.
-        """
-        with open_weights(path, LAYOUT) as file:
-            heads = _heads_beside(file.path)
-            if heads not in (None, self.config.heads):
-                raise UserError(
-                    f"network.heads is {self.config.heads}, but the weights {file.path} are of a model with {heads};"
-                    f" set --model.network.heads={heads}"
-                )
-            load_weights(self, file, self._is_redundant)
-
-    def save_safetensors(self, path: str | Path) -> None:
-        """Writes the weights to a file in Hugging Face's layout."""
-        save_weights(self, path, LAYOUT)
-
-    def _is_redundant(self, name: str, file: WeightsFile) -> bool:
+    def is_redundant(self, name: str, file: WeightsFile) -> bool:
         """Tells whether a tensor is a copy of the tied embedding, or a bias of zeros where this model has none."""
         if name == "lm_head.weight":
             return self.config.tied and torch.equal(file.read(name), file.read("wte.weight"))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from geocont.errors import UserError
 from geocont.models.activations import ACTIVATIONS
 from geocont.models.attention import LanguageModel, LinearAttention, ScaledDotProduct, merge_heads, split_heads
-from geocont.models.safetensors import Layout, WeightsFile, load_weights, open_weights, save_weights
+from geocont.models.safetensors import Layout, WeightsFile, open_weights
 from geocont.weights import WeightPattern
 
 #: Hugging Face's files; those of old models hold the rotary frequencies.
@@ -98,6 +98,7 @@ class Llama(LanguageModel):
     """Llama with the parameter names of Hugging Face's."""
 
     config: LlamaConfig
+    layout = LAYOUT
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -154,23 +155,7 @@ class Llama(LanguageModel):
         model.load_safetensors(path)
         return model
 
-    def load_safetensors(self, path: str | Path) -> None:
-        """Takes the weights of a file in Hugging Face's layout, cast to this model's type.
-
-        Args:
-            path: The file, or a folder with ``model.safetensors``.
-
-        Raises:
-            UserError: The file is not there, cannot be read, or does not fit this model.
-        """
-        with open_weights(path, LAYOUT) as file:
-            load_weights(self, file, self._is_redundant)
-
-    def save_safetensors(self, path: str | Path) -> None:
-        """Writes the weights to a file in Hugging Face's layout."""
-        save_weights(self, path, LAYOUT)
-
-    def _is_redundant(self, name: str, file: WeightsFile) -> bool:
+    def is_redundant(self, name: str, file: WeightsFile) -> bool:
         """Tells whether a tensor is a copy of the tied embedding."""
         tied = name == "lm_head.weight" and self.config.tied
         return tied and torch.equal(file.read(name), file.read("embed_tokens.weight"))
