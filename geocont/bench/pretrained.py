@@ -41,8 +41,8 @@ def measure_pretrained(repeats: int, model: str | None = None, small: bool = Fal
     """Returns rows ``name shape ms dense_ms speedup error peak_mb limit_mb``.
 
     ``matrix``: leading directions and values (v1, u1, topk) of one matrix of Llama-3.1-8B's shapes with a planted
-    power-law spectrum, against ``torch.linalg.svd`` (once, since it takes most of a minute; the others interleave with
-    the Gram matrix plus ``eigh``); error is 1 - |cos| to the planted vectors. ``file``: light and full analysis of a
+    power-law spectrum, before and after one ``torch.linalg.svd`` and one Gram matrix plus ``eigh``, which take most of
+    a minute; error is 1 - |cos| to the planted vectors. ``file``: light and full analysis of a
     file with such layers, in a process of its own; limit is three times the largest matrix in float32 plus 0.5 GB.
     ``model``: all matrices of a checkpoint, light, against Gram plus ``eigh`` of the same; error is the largest
     difference of a mean v1 or u1, over pairs with s1/s2 >= 1.02, to a float64 SVD.
@@ -75,18 +75,18 @@ def _matrix(name: str, shape: tuple[int, int], repeats: int, generator: torch.Ge
     w, u, v = planted(shape, generator)
     reads = name != "down"
     rows = w if w.shape[0] <= w.shape[1] else w.mT
-    arms: dict[str, Callable[[], Any]] = {
-        "light": lambda: analyse_matrix(w, reads, True),
+    light_arm: dict[str, Callable[[], Any]] = {"light": lambda: analyse_matrix(w, reads, True)}
+    dense: dict[str, Callable[[], Any]] = {
         "gram": lambda: torch.linalg.eigh(rows @ rows.mT),
+        "svd": lambda: torch.linalg.svd(w, full_matrices=False),
     }
     layer = analyse_matrix(w, reads, True)  # warms libraries up
-    seconds = interleave(arms, max(1, min(repeats, 3)))
-    svd = interleave({"svd": lambda: torch.linalg.svd(w, full_matrices=False)}, 1)["svd"][0]
+    before = interleave(light_arm, repeats)["light"]
+    once = {arm: seconds[0] for arm, seconds in interleave(dense, 1).items()}
+    light = statistics.median(before + interleave(light_arm, repeats)["light"])
     error = 1 - min(float((layer.u[:, 0] @ u).abs()), float((layer.v[:, 0] @ v).abs()))
-    light = statistics.median(seconds["light"])
-    return _row(f"matrix {name}", shape, light, svd, svd / light, error) | {
-        "gram_speedup": 1 / median_ratio(seconds["light"], seconds["gram"])
-    }
+    row = _row(f"matrix {name}", shape, light, once["svd"], once["svd"] / light, error)
+    return row | {"gram_speedup": once["gram"] / light}
 
 
 def _file(folder: Path, shape: tuple[int, int], generator: torch.Generator) -> list[dict[str, Any]]:

@@ -55,7 +55,9 @@ def _parser(name: str) -> Parser:
         parser.add_argument("--gradients", nargs="+", help="real, or some of five synthetic spectra (default: all)")
         parser.add_argument("--curve", action="store_true", help="the solvers at other numbers of iterations, too")
     if name == "pretrained":
-        parser.add_argument("--model", help="also a checkpoint: its leading measures against Gram plus eigh and float64")
+        parser.add_argument(
+            "--model", help="also a checkpoint: its leading measures against Gram plus eigh and float64"
+        )
         parser.add_argument("--small", action="store_true", help="shapes an eighth of those of Llama-3.1-8B")
     add_json_option(parser)
     return parser

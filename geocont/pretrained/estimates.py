@@ -19,7 +19,7 @@ from geocont.measures.continuity import alignment
 PROBES = 64
 SEED = 20260504
 #: Lanczos steps and starting vectors for the effective rank.
-STEPS, STARTS = 32, 8
+STEPS, STARTS = 24, 8
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ def effective_rank_estimate(w: Tensor, s: Tensor, v: Tensor, u: Tensor) -> tuple
     w, v = (w, v) if w.shape[0] >= w.shape[1] else (w.mT, u)  # n is the smaller side
     n, scale = w.shape[1], float(s[0])
     generator = torch.Generator().manual_seed(SEED)
-    x = torch.randn(n, STARTS, generator=generator).to(w)
-    x = x - v @ (v.mT @ x)
-    x = x / torch.linalg.vector_norm(x, dim=0)
+    x = torch.randn(STARTS, n, generator=generator).to(w)
+    x = x - (x @ v) @ v.mT
+    x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
     nodes, weights = _lanczos(w, v, x, scale)
     count = n - len(s)  # dimension of the rest
     root = nodes.clamp(min=0).sqrt()
@@ -159,25 +159,29 @@ def effective_rank_estimate(w: Tensor, s: Tensor, v: Tensor, u: Tensor) -> tuple
 
 
 def _lanczos(w: Tensor, v: Tensor, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Quadrature nodes and weights ``(STARTS, steps)`` of the rest of W^T W / scale^2; unit starts ``(n, STARTS)``."""
-    steps = min(STEPS, len(x) - v.shape[1])
+    """Quadrature nodes and weights ``(STARTS, steps)`` of the rest of W^T W / scale^2; unit starts ``(STARTS, n)``."""
+    steps = min(STEPS, x.shape[1] - v.shape[1])
+    basis = x.new_zeros(steps, *x.shape)  # (steps, STARTS, n)
+    basis[0] = x
     diagonal, off = [], []
-    basis = [x]
     for step in range(steps):
-        y = w.mT @ (w @ basis[-1] / scale) / scale
-        y = y - v @ (v.mT @ y)
-        diagonal.append((basis[-1] * y).sum(0))
+        y = _times(_times(basis[step], w.mT) / scale, w) / scale
+        y = y - (y @ v) @ v.mT
+        diagonal.append((basis[step] * y).sum(1))
         for _ in range(2):  # orthogonal to all that came before, each start for itself
-            for q in basis:
-                y = y - q * (q * y).sum(0)
-        length = torch.linalg.vector_norm(y, dim=0)
+            known = basis[: step + 1]
+            y = y - torch.einsum("jb,jbn->bn", torch.einsum("jbn,bn->jb", known, y), known)
         if step < steps - 1:
-            off.append(length)
-            basis.append(y / length.clamp(min=1e-30))
-    alpha = torch.stack(diagonal, -1).double()  # (STARTS, steps)
-    tridiagonal = torch.diag_embed(alpha)
+            off.append(torch.linalg.vector_norm(y, dim=1))
+            basis[step + 1] = y / off[-1].clamp(min=1e-30)[:, None]
+    tridiagonal = torch.diag_embed(torch.stack(diagonal, -1).double())
     if off:
         beta = torch.stack(off, -1).double()
         tridiagonal = tridiagonal + torch.diag_embed(beta, 1) + torch.diag_embed(beta, -1)
     nodes, vectors = torch.linalg.eigh(tridiagonal)
     return nodes, vectors[:, 0].square()
+
+
+def _times(rows: Tensor, w: Tensor) -> Tensor:
+    """``rows @ w`` in the order in which ``w`` lies in memory, which for few rows is several times faster."""
+    return rows.contiguous() @ w if w.stride(-1) == 1 else (w.mT @ rows.mT).mT

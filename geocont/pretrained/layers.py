@@ -219,7 +219,7 @@ def _energy(w: Tensor, vectors: Tensor, norm: float) -> Tensor:
 
 
 def inner_product(a: Tensor, b: Tensor) -> float:
-    """<A, B>_F of matrices of one shape, a few rows at a time."""
+    """<A, B>_F of matrices of one shape, a few rows (or columns, as they lie in memory) at a time."""
+    a, b = (a, b) if a.stride(1) == 1 else (a.mT, b.mT)
     step = max(1, CHUNK // a.shape[1])
-    parts = ((a[i : i + step] * b[i : i + step]).sum(dtype=torch.float64) for i in range(0, len(a), step))
-    return float(sum(parts))
+    return sum(float(torch.dot(a[i : i + step].flatten(), b[i : i + step].flatten())) for i in range(0, len(a), step))
