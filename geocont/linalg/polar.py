@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice, repeat
 from typing import Literal
 
@@ -34,6 +35,8 @@ SAFETY = 1.01
 STEPS = {"newton_schulz": 20, "muon": 5, "polar_express": 10}
 #: Share of the largest singular value below which ``eigh`` takes one for zero: the rounding of float32's entries.
 RANK_CUT = 1e-6
+#: Side from which the matrices of a batch are worth threads of their own, on so many cores at most (see ``_eigh``).
+THREAD_SIDE, THREADS = 128, 4
 
 
 def schedule(name: str, steps: int) -> list[Coefficients]:
@@ -117,13 +120,38 @@ def inverse_sqrt_of_eigenvalues(values: Tensor, cut: float = 0.0) -> Tensor:
 def eigh(s: Tensor) -> tuple[Tensor, Tensor]:
     """Returns eigenvalues, ascending, and eigenvectors of finite symmetric matrices ``(..., n, n)``.
 
-    LAPACK's float32 solver gives up on some matrices with many equal eigenvalues; in float64 it does not.
+    LAPACK's float32 solver gives up on some matrices with many equal eigenvalues, or returns NaN; in float64 it does
+    neither.
     """
     try:
-        values, vectors = torch.linalg.eigh(s)
+        values, vectors = _eigh(s)
+        failed = not bool(vectors.isfinite().all()) and bool(s.isfinite().all())
     except torch.linalg.LinAlgError:
+        failed = True
+    if failed:
         values, vectors = torch.linalg.eigh(s.double())
     return values.to(s.dtype), vectors.to(s.dtype)
+
+
+def _eigh(s: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``torch.linalg.eigh``, the matrices of a batch ``(B, n, n)`` dealt to threads on a CPU of few cores.
+
+    LAPACK takes one matrix after the other and splits each over all cores, whose threads then wait for each other
+    hundreds of times: that gains nothing on two idle cores, and where others share these, it takes many times as long.
+    """
+    threads = torch.get_num_threads()
+    few = s.ndim == 3 and len(s) >= threads and s.shape[-1] >= THREAD_SIDE and 2 <= threads <= THREADS
+    if not few or s.device.type != "cpu":
+        return torch.linalg.eigh(s)
+    recording = torch.is_grad_enabled()  # which a thread does not inherit
+
+    def part(matrices: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.set_grad_enabled(recording):
+            return torch.linalg.eigh(matrices)
+
+    with ThreadPoolExecutor(threads) as pool:  # for this call only: none is left when a process forks
+        values, vectors = zip(*pool.map(part, s.tensor_split(threads)), strict=True)
+    return torch.cat(values), torch.cat([x.mT for x in vectors]).mT  # columns are contiguous, as LAPACK leaves them
 
 
 def _inverse_sqrt_by_products(s: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ LARGEST_GAP = 1e6
 
 #: Share of sum s_i^2 that ``sigma2`` may leave out: its error is below that.
 NEGLIGIBLE = 1e-4
+#: Share of sum s_i^2 in the leading triplets from which a matrix may be of low rank, as gradients of small batches are.
+CONCENTRATED = 0.8
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,11 @@ def full_table(w: Tensor, subspace: LeadingSubspace | None = None) -> dict[str, 
     """
     w = _at_least_float32(w)
     norms = torch.linalg.vector_norm(w, dim=(-2, -1), dtype=torch.float64)  # where no square vanishes
-    if subspace is not None and bool(((subspace.s / norms[:, None]).square().sum(-1) > 1 - NEGLIGIBLE).all()):
+    least = 0.0 if subspace is None else float((subspace.s / norms[:, None]).square().sum(-1).min())  # NaN if any is
+    if subspace is not None and least > 1 - NEGLIGIBLE:
         u, s, v = subspace.u, subspace.s, subspace.v
     else:
-        u, s, v = svd_by_gram(w)
+        u, s, v = svd_by_gram(w, low_rank=least > CONCENTRATED)
     return {
         "sigma2_in": sigma2(s, v),
         "sigma2_out": sigma2(s, u),
@@ -115,9 +118,8 @@ def cosine(w: Tensor, scale: Tensor) -> Tensor:
     flat = w.flatten(1)  # (L, m n)
     if bool(((scale < 1e-12) | (scale > 1e12)).any()):
         flat = flat / scale[:, None]
-    inner = flat @ flat.mT  # (L, L): norms and products in one pass over the matrices
-    norms = inner.diagonal().sqrt()
-    return inner.diagonal(1) / (norms[:-1] * norms[1:])
+    norms = torch.linalg.vector_norm(flat, dim=1)
+    return torch.linalg.vecdot(flat[:-1], flat[1:]) / (norms[:-1] * norms[1:])
 
 
 def singular_gap(s: Tensor) -> Tensor:

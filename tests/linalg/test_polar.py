@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from geocont.linalg.polar import SCHEDULES, inverse_sqrt, msign, schedule
+from geocont.linalg.polar import SCHEDULES, THREAD_SIDE, eigh, inverse_sqrt, msign, schedule
 
 METHODS = ["polar_express", "newton_schulz", "muon", "eigh"]
 #: Largest distance of singular values from one, for condition numbers up to 100.
@@ -179,3 +181,48 @@ def test_eigenvalues_up_to_the_cut_count_as_zero() -> None:
     s = torch.diag(torch.tensor([4.0, 1.0, 1e-9, 0.0]))
     torch.testing.assert_close(inverse_sqrt(s, cut=1e-6), torch.diag(torch.tensor([0.5, 1.0, 0.0, 0.0])))
     assert inverse_sqrt(s)[2, 2] > 1e4
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("batch", [2, 5])
+def test_eigh_of_a_batch_in_threads(batch: int) -> None:
+    """What a thread does not inherit, whether gradients are recorded, has to travel with the work."""
+    s = symmetric(batch, THREAD_SIDE)
+    before = threading.active_count()
+    values, vectors = eigh(s)
+    assert threading.active_count() == before
+    assert torch.allclose((vectors * values[:, None]) @ vectors.mT, s, atol=1e-4)
+    for recording in (True, False):
+        with torch.set_grad_enabled(recording):
+            assert eigh(s.clone().requires_grad_())[0].requires_grad == recording
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("nan", [True, False])
+def test_what_fails_in_float32_is_done_in_float64(nan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Gram matrix of a gradient of rank 32 came out with NaN in two of its 256 eigenvalues, and no error."""
+    s, real = symmetric(2, THREAD_SIDE), torch.linalg.eigh
+
+    def fails(a: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = real(a)
+        if a.dtype == torch.float32 and not nan:
+            raise torch.linalg.LinAlgError("failed to converge")
+        return (values, vectors * math.nan) if a.dtype == torch.float32 else (values, vectors)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    values, vectors = eigh(s)
+    assert values.dtype == torch.float32
+    assert torch.allclose((vectors * values[:, None]) @ vectors.mT, s, atol=1e-4)
+
+
+def symmetric(batch: int, n: int) -> Tensor:
+    x = torch.randn(batch, n, n, generator=torch.Generator().manual_seed(0))
+    return (x + x.mT) / 2

@@ -264,6 +264,27 @@ def test_svd_by_gram_guards_rank_and_values() -> None:
     torch.testing.assert_close((u[1] * s[1]) @ v[1].T, w[1], atol=1e-4, rtol=0.0)
 
 
+@pytest.mark.parametrize("shape", [(256, 256), (128, 300), (300, 128)])
+@pytest.mark.parametrize("rank", [1, 20])
+def test_svd_by_gram_of_low_rank_brings_fewer_triplets(shape: tuple[int, int], rank: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(4, shape[0], rank, generator=generator) @ torch.randn(4, rank, shape[1], generator=generator)
+    w *= torch.tensor([1.0, 1e-20, 1e15, -1.0])[:, None, None]
+    u, s, v = svd_by_gram(w, low_rank=True)
+    assert s.shape[1] == v.shape[2] == min(shape) // 4
+    scale = w.abs().amax((1, 2), keepdim=True)
+    torch.testing.assert_close((u * (s / scale[:, 0])[:, None, :]) @ v.mT, w / scale, atol=1e-4, rtol=0.0)
+    assert (s[:, rank:] <= 1e-4 * s[:, :1]).all()
+
+
+def test_svd_by_gram_of_what_is_not_of_low_rank_is_whole() -> None:
+    low = torch.outer(torch.randn(128), torch.randn(128))
+    for other in (matrix("power_one", 128, 128), torch.zeros(128, 128), torch.full((128, 128), math.nan)):
+        w = torch.stack([low, other])
+        for part, expected in zip(svd_by_gram(w, low_rank=True), svd_by_gram(w), strict=True):
+            assert torch.equal(part.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="takes"):
         leading_subspace(torch.randn(4))

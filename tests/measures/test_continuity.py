@@ -166,3 +166,16 @@ def test_tables_of_tiny_and_huge_matrices_are_those_of_ordinary_ones() -> None:
         scaled = light_table(w * scale).values | full_table(w * scale, light_table(w * scale).subspace)
         for name, value in plain.items():
             assert torch.allclose(scaled[name], value, atol=1e-3), (name, scale)
+
+
+def test_full_tables_of_low_rank_equal_the_oracle() -> None:
+    """Gradients of small batches: a fifth of the directions, most of the weight in the first ones."""
+    generator = torch.Generator().manual_seed(0)
+    shared, own = (torch.randn(*size, 25, generator=generator) for size in ((128,), (4, 128)))
+    u, v = torch.linalg.qr(shared + 0.7 * own)[0], torch.linalg.qr(shared + 0.7 * own.flip(0))[0]
+    w = (u * 1.3 ** -torch.arange(25)) @ v.mT
+    measured = full_table(w, light_table(w).subspace)
+    expected = oracle(w)
+    for name, values in measured.items():
+        assert torch.allclose(values.double(), expected[name], atol=2e-3), name
+    assert len(measured) == 4
