@@ -74,7 +74,10 @@ class Collector:
     @classmethod
     def of(cls, trainer: Trainer) -> Collector:
         """Returns the trainer's collector, which all its measuring callbacks share."""
-        return cls._all.setdefault(trainer, cls())
+        found = cls._all.get(trainer)
+        if found is None:
+            found = cls._all[trainer] = cls()
+        return found
 
     def join(self, member: Measuring) -> None:
         """Lets the collector know a measuring callback, so that its firings force a row."""
