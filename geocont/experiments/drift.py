@@ -214,7 +214,7 @@ def _verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> Path:
     """Draws v1, its share within the neighbour's leading subspace, and s1/s2 over training."""
-    figure = Figure(figsize=(15, 4.6), layout="constrained")
+    figure = Figure(figsize=(15, 5.2), layout="constrained")
     panels = figure.subplots(1, 3)
     groups: list[dict[str, list[Curve]]] = [{}, {}, {}]
     for variant in dict.fromkeys(row["variant"] for row in rows):
@@ -235,8 +235,8 @@ def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> Path:
                 group.setdefault(VARIANTS[variant].label, []).append(curve)
     draw_curves(panels[0], groups[0], "v1 of adjacent layers", "|cos|", chance("v1", mlp.WIDTH))
     draw_curves(panels[1], groups[1], "v1 within the neighbour's top 5", "squared projection", TOP_K / mlp.WIDTH)
-    draw_curves(panels[2], groups[2], "s1/s2, mean over layers", "s1/s2", limits=None, scale="log")
-    panels[0].legend(fontsize=8, loc="lower left")
+    draw_curves(panels[2], groups[2], "s1/s2, mean over layers", "s1/s2", limits=None)
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=9, ncols=5, loc="outside lower center")
     figure.suptitle(run_title(f"Residual MLP, 16 x {mlp.WIDTH}", runner, rows) + ", and their range", fontsize=12)
     save_figure(figure, path)
     return path

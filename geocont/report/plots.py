@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
-#: Okabe and Ito's colours, which colour-blind people tell apart, each with its own dash.
+#: Okabe and Ito's colours, which colour-blind people tell apart, and three greys and browns, each with its own dash.
 STYLES = (
     ("#0072B2", "-"),
     ("#D55E00", "--"),
@@ -21,6 +21,9 @@ STYLES = (
     ("#CC79A7", ":"),
     ("#E69F00", (0, (5, 1))),
     ("#56B4E9", (0, (3, 1, 1, 1))),
+    ("#000000", (0, (1, 1))),
+    ("#8C564B", (0, (6, 2, 1, 2))),
+    ("#999999", (0, (3, 2))),
 )
 
 
