@@ -4,6 +4,7 @@
 #SBATCH --job-name=geocont --nodes=2 --gpus-per-node=8 --ntasks-per-node=8 --cpus-per-task=8
 #SBATCH --signal=TERM@120 --requeue --open-mode=append
 set -euo pipefail
+: "${SLURM_JOB_ID:?is not set: start this script with sbatch}"
 cd "${SLURM_SUBMIT_DIR:-.}"
 dir=${RUN_DIR:-runs/slurm-$SLURM_JOB_ID}  # on a disk that all nodes share
 options=(--run.dir="$dir")

@@ -69,7 +69,11 @@ def _parser() -> Parser:
         help="a safetensors, GGUF or PyTorch file; a folder with config.json; a geocont run; or owner/model on the"
         " Hugging Face hub (a token is taken from HF_TOKEN only)",
     )
-    parser.add_argument("--out", type=Path, help="folder of tables and figures (default: runs/analyze/MODEL)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of tables and figures, which are replaced (default: runs/analyze/MODEL, or MODEL-against-BASE)",
+    )
     add_json_option(parser)
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--against", metavar="BASE", help="analyse what separates each MODEL from this checkpoint")
@@ -108,7 +112,12 @@ def _analyze(options: Namespace) -> int:
     console = Console(highlight=False)
     if len({str(Path(model).resolve()) for model in options.models}) < len(options.models):
         raise UserError("a MODEL is given twice")
-    out = options.out or Path("runs/analyze") / "-".join(_file_name(Path(model).name) for model in options.models)
+    out = options.out or Path("runs/analyze") / "-".join(
+        [
+            *(_file_name(Path(model).name) for model in options.models),
+            *(["against", _file_name(Path(options.against).name)] if options.against else []),
+        ]
+    )
     analyses: list[Analysis] = []
     try:
         for model in options.models:

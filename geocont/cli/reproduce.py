@@ -55,7 +55,7 @@ def _parser(name: str) -> Parser:
     parser.add_argument("--data", help=f"{DATA[name]} (default: the preset's)")
     parser.add_argument("--variants", nargs="+", help=f"all, or some of {VARIANTS[name]}")
     parser.add_argument("--seeds", type=int, help="number of seeds (default: the preset's)")
-    parser.add_argument("--out", type=Path, help=f"folder of everything (default: runs/reproduce/{name}-PRESET)")
+    parser.add_argument("--out", type=Path, help=f"folder of everything (default: runs/reproduce/{name}-PRESET-DATA)")
     parser.add_argument(
         "--jobs", type=int, help="trainings at a time (default: as many as cores; full-size transformers one by one)"
     )
@@ -74,7 +74,8 @@ def _reproduce(name: str, options: Namespace) -> int:
     check_json_path(options.json)
     default = getattr(experiment, "DEFAULT", experiment.VARIANTS)
     variants = choose(options.variants or default, experiment.VARIANTS)
-    out = options.out or Path("runs/reproduce") / f"{name}-{options.preset}"
+    source = [Path(options.data).name] if options.data else []
+    out = options.out or Path("runs/reproduce") / "-".join([name, options.preset, *source])
     jobs = experiment.jobs(options.preset, options.data, variants, options.seeds)
     size = experiment.PRESETS[options.preset]
     whole = not getattr(size, "small", True)  # a full-size run takes every GPU

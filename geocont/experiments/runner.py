@@ -178,14 +178,15 @@ class Runner:
     def _check_plan(self, plan: dict[str, Any]) -> None:
         path = self.out / PLAN_FILE
         with self._plan_lock():
-            if not path.exists():
+            trained = any((self.out / "runs").glob(f"*/{CHECKPOINTS}/{LAST_CHECKPOINT}"))
+            if not path.exists() or not trained:  # an attempt that never began to train binds nobody
                 write_json(path, plan)
             elif (found := _read_plan(path)) != plan:
                 differing = [key for key in {*found, *plan} if found.get(key) != plan.get(key)]
                 key = sorted(differing)[0]
                 raise UserError(
                     f"--out: {self.out} holds an experiment with {key} {found.get(key)!r}, not {plan.get(key)!r};"
-                    " give another --out, or the same options to continue it"
+                    " give another --out, the same options to continue it, or delete the folder"
                 )
 
     def _plan_lock(self) -> FileLock:

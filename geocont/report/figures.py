@@ -94,6 +94,9 @@ def curves(
     if domain is not None:
         vertical |= {"domain": list(domain), "nice": False}
     axis = {"format": ".0e", "tickCount": 5} if scale == "log" else {}
+    largest = max(map(abs, values), default=1)
+    if scale == "linear" and not 1e-2 <= largest < 1e6 and largest:  # learning rates would read 0
+        axis = {"format": ".2~e"}
     encoding: dict[str, Any] = {
         "x": step_axis(last),
         "y": {"field": "value", "type": "quantitative", "title": label, "scale": vertical, "axis": axis},
