@@ -314,7 +314,10 @@ def test_products_only_are_as_good_as_eigenvalues(manifold: Manifold, shape: tup
 
 @pytest.mark.parametrize("manifold", [Stiefel(), DGram()], ids=repr)
 def test_the_default_dominates_the_published_solver_and_the_cheap_one(manifold: Manifold) -> None:
-    """Protects the reason for the default: more of the optimum than either, on every spectrum."""
+    """Protects the reason for the default: more of the optimum than either, on every spectrum.
+
+    On a spike and Stiefel the cheap one finds the same step: which is ahead there is a matter of rounding (3e-6).
+    """
     for scale in (1e-3, 1.0):
         w, g = problems(manifold, 96, 32, scales=[scale])
         solution = reweighted(w, g, manifold)
@@ -324,7 +327,8 @@ def test_the_default_dominates_the_published_solver_and_the_cheap_one(manifold: 
             for each in (solution, dual_ascent(w, g, manifold), projected(w, g, manifold))
         )
         assert (ours > published).all()
-        assert (ours > cheap).all()
+        assert (ours > cheap - 1e-5).all()
+        assert (ours > cheap + 0.005).sum() >= 4
 
 
 def test_the_published_solver_is_as_published() -> None:
