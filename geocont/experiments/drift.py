@@ -21,12 +21,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from geocont.experiments import mlp
-from geocont.experiments.results import difference, mean_of_seeds, publish, run_title
+from geocont.experiments.results import difference, mean_of_seeds, pick, publish, run_title
 from geocont.experiments.runner import Grid, Runner, collect
 from geocont.measures.continuity import TOP_K, chance
 from geocont.report.plots import Curve, draw_curves, save_figure
 from geocont.report.tables import as_markdown, mean_and_spread, summarise_by_variant
-from geocont.runs.store import read_arrays
+from geocont.runs.store import read_all_arrays, read_arrays, read_metrics
 
 PLATEAU_FROM = 50  # optimizer step from which the highest v1 counts as the plateau: before, it is still random
 RATIO, START = 1.2, 100  # the gap that is forced, and the step from which it is
@@ -57,20 +57,10 @@ VARIANTS = {
 }
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Size of the experiment: data by default, seeds, epochs on digits and on MNIST."""
-
-    data: str
-    seeds: int
-    digits_epochs: int
-    mnist_epochs: int
-
-
 PRESETS = {
-    "smoke": Preset("digits", 1, 4, 1),
-    "cpu": Preset("digits", 3, 84, 12),
-    "paper": Preset("ylecun/mnist", 5, 84, 12),
+    "smoke": mlp.Preset("digits", 1, 4, 1),
+    "cpu": mlp.Preset("digits", 3, 84, 12),
+    "paper": mlp.Preset("ylecun/mnist", 5, 84, 12),
 }
 #: Columns: at the plateau of v1, and at the end of training.
 MOMENTS = ("v1", "topk", "within", "gap")
@@ -102,11 +92,10 @@ HEADER = (
 )
 
 
-def _arguments(name: str, data: str, size: Preset) -> list[str]:
+def _arguments(name: str, data: str, size: mlp.Preset) -> list[str]:
     variant = VARIANTS[name]
     files = tuple(f"experiment/mlp/{file}" for file in variant.files)
-    epochs = size.digits_epochs if data == "digits" else size.mnist_epochs
-    arguments = [*mlp.training_arguments(data, files, epochs), *variant.options]
+    arguments = [*mlp.training_arguments(data, files, size.epochs(data)), *variant.options]
     arguments += ["--callbacks.gradient_coherence=null", "--callbacks.weight_continuity.full_every_n_firings=1"]
     if variant.forced:
         arguments += [f"--callbacks.spectral_gap.ratio={RATIO}", f"--callbacks.spectral_gap.start_step={START}"]
@@ -120,9 +109,10 @@ plan, jobs = GRID.plan, GRID.jobs
 def describe(run_dir: Path) -> dict[str, Any]:
     """Returns the figures of one run, None where it has none; cosines are means over pairs of adjacent layers."""
     figures: dict[str, Any] = dict.fromkeys(COLUMNS)
-    figures["accuracy"] = mlp.describe(run_dir)["accuracy"]
-    vectors = read_arrays(run_dir, "weight/v_vectors/hidden")  # step -> (L, width, 5)
-    gaps = read_arrays(run_dir, "weight/gap/hidden")
+    figures["accuracy"] = pick(read_metrics(run_dir), "val/accuracy")
+    arrays = read_all_arrays(run_dir, {"weight/v_vectors/hidden", "weight/gap/hidden"})
+    vectors = arrays.get("weight/v_vectors/hidden", {})  # step -> (L, width, 5)
+    gaps = arrays.get("weight/gap/hidden", {})
     late = [step for step in vectors if step >= PLATEAU_FROM]
     if len(late) < 2:
         return figures

@@ -13,13 +13,13 @@ from rich.console import Console
 
 from geocont.conf import conf_folder
 from geocont.experiments.results import mean_of_seeds, pick, publish, run_title, separates
-from geocont.experiments.runner import Grid, Runner, collect
+from geocont.experiments.runner import Grid, Runner, TextSize, collect
 from geocont.measures.continuity import chance, chance_deviation
 from geocont.report.plots import draw_heat_map, draw_table, save_figure
 from geocont.report.summary import expected_measure
 from geocont.report.tables import as_csv, as_markdown, mean_and_spread, summarise_by_variant
 from geocont.runs.files import write_atomically
-from geocont.runs.store import read_arrays, read_metrics
+from geocont.runs.store import read_all_arrays, read_metrics
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 SIDES = ("v1", "u1")
@@ -46,22 +46,12 @@ VARIANTS = {
 }
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Size of the experiment: data by default, seeds, and options of every run."""
-
-    data: str
-    seeds: int
-    options: tuple[str, ...] = ()
-    small: bool = True
-
-
 PRESETS = {
-    "smoke": Preset(
+    "smoke": TextSize(
         "stdlib", 1, ("--trainer.max_steps=10", "--trainer.val_check_interval=10", "--trainer.limit_val_batches=5")
     ),
-    "cpu": Preset("stdlib", 3),
-    "paper": Preset("Salesforce/wikitext", 3, small=False),
+    "cpu": TextSize("stdlib", 3),
+    "paper": TextSize("Salesforce/wikitext", 3, small=False),
 }
 
 #: Columns of the rows are {family}_{side}_{projection}, at the end of training, and those with _init, before it.
@@ -86,7 +76,7 @@ DETAIL = (
 )
 
 
-def _arguments(name: str, data: str, size: Preset) -> list[str]:
+def _arguments(name: str, data: str, size: TextSize) -> list[str]:
     folder = conf_folder() / "experiment/llama"
     files = ["baseline", *([name] if name != "baseline" else []), *(["cpu"] if size.small else [])]
     arguments = [word for file in files for word in ("--config", str(folder / f"{file}.yaml"))]
@@ -146,9 +136,11 @@ def _levels(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], Level]:
     """Returns (side, projection) -> chance, from the leading vectors that the first complete run has stored."""
     levels: dict[tuple[str, str], Level] = {}
     for row in rows:
+        keys = {f"weight/{side}_vector/{projection}" for side in SIDES for projection in PROJECTIONS}
+        arrays = read_all_arrays(row["run"], keys)
         for projection in PROJECTIONS:
             for side in SIDES:
-                vectors = list(read_arrays(row["run"], f"weight/{side}_vector/{projection}").values())
+                vectors = list(arrays.get(f"weight/{side}_vector/{projection}", {}).values())
                 if vectors and (side, projection) not in levels:
                     layers, dimension = vectors[0].shape
                     spread = chance_deviation(dimension) / max(1, layers - 1) ** 0.5

@@ -15,7 +15,7 @@ from rich.console import Console
 from callbacks.stability_guard import FILE as GUARD_FILE
 from geocont.conf import conf_folder
 from geocont.experiments.results import curve, pick, publish, run_title
-from geocont.experiments.runner import Grid, Runner, collect
+from geocont.experiments.runner import Grid, Runner, TextSize, collect
 from geocont.report.plots import Curve, draw_curves, save_figure
 from geocont.report.tables import as_markdown, mean_and_spread, summarise_by_variant
 from geocont.runs.store import read_arrays, read_metrics
@@ -45,20 +45,10 @@ VARIANTS = {
 }
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Size of the experiment: data by default, seeds, and options of every run."""
-
-    data: str
-    seeds: int
-    options: tuple[str, ...] = ()
-    small: bool = True
-
-
 PRESETS = {
-    "smoke": Preset("stdlib", 1, ("--trainer.max_steps=20", "--trainer.val_check_interval=20")),
-    "cpu": Preset("stdlib", 3),
-    "paper": Preset("Skylion007/openwebtext", 1, small=False),
+    "smoke": TextSize("stdlib", 1, ("--trainer.max_steps=20", "--trainer.val_check_interval=20")),
+    "cpu": TextSize("stdlib", 3),
+    "paper": TextSize("Skylion007/openwebtext", 1, small=False),
 }
 
 #: Columns of the rows beside variant and seed: name -> key, whose last value counts.
@@ -96,7 +86,7 @@ PANELS: tuple[tuple[str, str, Any], ...] = (
 )
 
 
-def _arguments(name: str, data: str, size: Preset) -> list[str]:
+def _arguments(name: str, data: str, size: TextSize) -> list[str]:
     conf, variant = conf_folder(), VARIANTS[name]
     arguments = ["--config", str(conf / f"experiment/gpt2/{variant.config}.yaml")]
     if size.small:

@@ -95,6 +95,10 @@ class Preset:
     digits_epochs: int
     mnist_epochs: int
 
+    def epochs(self, data: str) -> int:
+        """Returns the length of a training on some data."""
+        return self.digits_epochs if data == "digits" else self.mnist_epochs
+
 
 PRESETS = {
     "smoke": Preset("digits", 1, 2, 1),
@@ -136,8 +140,7 @@ SHOWN = {
 
 def _arguments(name: str, data: str, size: Preset) -> list[str]:
     variant = VARIANTS[name]
-    epochs = size.digits_epochs if data == "digits" else size.mnist_epochs
-    return [*training_arguments(data, variant.files, epochs), *variant.options]
+    return [*training_arguments(data, variant.files, size.epochs(data)), *variant.options]
 
 
 def training_arguments(data: str, files: Sequence[str], epochs: int) -> list[str]:

@@ -66,6 +66,16 @@ class Size(Protocol):
     def seeds(self) -> int: ...  # noqa: D102
 
 
+@dataclass(frozen=True)
+class TextSize:
+    """Size of an experiment on text: data by default, seeds, options of every run, whether of the small models."""
+
+    data: str
+    seeds: int
+    options: tuple[str, ...] = ()
+    small: bool = True
+
+
 S = TypeVar("S", bound=Size)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
+from geocont.data.loader import UNSCORED
 from geocont.errors import UserError
 from geocont.models import LanguageModel
 from geocont.modules.base import GeoModule
-from geocont.modules.mean import UNSCORED, ScoredMean
+from geocont.modules.mean import ScoredMean
 from geocont.optim import OptimizerFactory, Schedule
 from geocont.weights import WeightPattern
 

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-UNSCORED = -100  # a target that does not count
-
 
 class ScoredMean(Metric):
     """Mean loss over what is scored in batches of any size, and over all ranks; NaN if nothing is."""

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from geocont.data.loader import UNSCORED
 from geocont.errors import UserError
 from geocont.models import ResidualMLP, ResidualMLPConfig
 from geocont.modules.base import GeoModule
-from geocont.modules.mean import UNSCORED, ScoredMean
+from geocont.modules.mean import ScoredMean
 from geocont.optim import OptimizerFactory, Schedule
 
 
