@@ -7,12 +7,13 @@ import io
 import json
 import logging
 import os
+import re
 import resource
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import Logger
 
 from callbacks import (
     GradientCoherence,
@@ -35,8 +37,11 @@ from geocont.errors import UserError
 from geocont.models import GPT2Config, ResidualMLPConfig
 from geocont.modules import GPT2Module, ResidualMLPModule
 from geocont.optim import AdamWOptions, ModuleWise, MuonOptions
+from geocont.runs.store import RunStore
+from geocont.runs.wandb import WandbRunLogger
 
 NEVER = 10**9
+LOGGING = "logging"  # the name of what the loggers take
 Arm = tuple[int | None, Callable[[], list[pl.Callback]]]
 
 
@@ -48,7 +53,7 @@ class Workload:
         module: Builds the LightningModule.
         data: Builds the data module.
         arms: Name -> (every_n_steps, what is on).
-        steps: Optimizer steps of a training by default: enough for two periods of the default cadence.
+        steps: Optimizer steps of a training by default.
     """
 
     module: Callable[[], pl.LightningModule]
@@ -94,7 +99,7 @@ WORKLOADS = {
             "light_default_cadence": (50, partial(_continuity, log_spaced=False, full_every_n_firings=NEVER)),
             "only_summing_gradients": (None, lambda: [GradientCoherence(every_n_steps=NEVER, log_spaced=False)]),
         },
-        1000,
+        1000,  # more than two periods of the full table
     ),
     "gpt2": Workload(
         _gpt2,
@@ -104,48 +109,58 @@ WORKLOADS = {
             "default_cadence": (50, _all),
             "every_step": (1, partial(_all, every_n_steps=1)),
         },
-        101,
+        320,  # the length of its experiment
     ),
 }
 
 
 class Stopwatch(pl.Callback):
-    """Times the training steps after the first, and what of them is spent in callbacks; rank 0 leaves it in a file.
+    """Times the training steps after the first, and what of them each callback and the logging take; rank 0 leaves it
+    in a file.
+
+    Time within a part that another part calls (a callback hands its row to the loggers) counts for the inner one only.
 
     Args:
         path: The file.
-        watched: The callbacks.
+        callbacks: The callbacks to watch, named as their switches are.
+        loggers: The loggers to watch, together ``logging``.
     """
 
     HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
+    LOGS = ("stage", "commit_staged", "log_metrics", "log_arrays")
 
-    def __init__(self, path: Path, watched: Sequence[pl.Callback]) -> None:
+    def __init__(self, path: Path, callbacks: Sequence[pl.Callback], loggers: Sequence[Logger]) -> None:
         super().__init__()
-        self.path, self.within, self.started, self.watched = path, 0.0, 0.0, watched
-        for callback in watched:
-            for name in self.HOOKS:
-                self._watch(callback, name)
+        self.path, self.started = path, 0.0
+        self.saturation = [callback for callback in callbacks if isinstance(callback, SoftmaxSaturation)]
+        parts = [*map(_switch, callbacks), *([LOGGING] if loggers else [])]
+        self.within: dict[str, float] = dict.fromkeys(parts, 0.0)
+        self._inner = [0.0]  # for each part that is under way, the seconds of the parts within
+        for callback in callbacks:
+            self._watch(_switch(callback), callback, self.HOOKS)
+        for logger in loggers:
+            self._watch(LOGGING, logger, self.LOGS)
 
-    def _watch(self, callback: pl.Callback, name: str) -> None:
-        hook = getattr(callback, name)
+    def _watch(self, name: str, part: Any, methods: Iterable[str]) -> None:
+        for method in (getattr(part, each) for each in methods if hasattr(part, each)):
+            setattr(part, method.__name__, partial(self._timed, name, method))
 
-        def timed(trainer: pl.Trainer, *args: Any) -> None:
-            started = time.perf_counter()
-            hook(trainer, *args)
+    def _timed(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        self._inner.append(0.0)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            seconds, inner = time.perf_counter() - started, self._inner.pop()
+            self._inner[-1] += seconds
             if self.started:
-                self.within += time.perf_counter() - started
-
-        setattr(callback, name, timed)
+                self.within[name] += seconds - inner
 
     def on_before_zero_grad(self, trainer: pl.Trainer, *args: Any) -> None:
         """Adds what attention was watched for within the forward pass, which has just ended."""
-        for callback in self.watched:
-            if (
-                isinstance(callback, SoftmaxSaturation)
-                and self.started
-                and callback._watched_step == trainer.global_step
-            ):
-                self.within += callback._watch.seconds
+        for callback in self.saturation:
+            if self.started and callback._watched_step == trainer.global_step:
+                self.within[_switch(callback)] += callback._watch.seconds
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Starts at the second step: the first one allocates."""
@@ -160,12 +175,18 @@ class Stopwatch(pl.Callback):
             self.path.write_text(json.dumps({"seconds": seconds, "within": self.within, "peak": peak}))
 
 
+def _switch(callback: pl.Callback) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(callback).__name__).lower()
+
+
 def measure_callbacks(model: str, ranks: Sequence[int], steps: int | None, repeats: int) -> list[dict[str, Any]]:
     """Returns rows ``name ranks every_n_steps ms_per_step overhead_percent inside_percent peak_mb``.
 
     ``overhead_percent`` compares whole trainings, which on a shared machine differ by more than the callbacks cost;
-    ``inside_percent`` is the time spent within the callbacks over the rest of the same training. ``peak_mb`` is the
-    largest memory of rank 0 up to then, the interpreter included.
+    ``inside_percent`` is the time spent within the callbacks and loggers over the rest of the same training. A row
+    ``ARM/switch`` for each callback, and ``ARM/logging``, say how that divides. ``peak_mb`` is the largest memory of
+    rank 0 up to then, the interpreter included. One process logs as ``geocont fit`` does, to the local store and to an
+    offline W&B run; several log nothing.
 
     Args:
         model: ``mlp`` or ``gpt2``.
@@ -187,38 +208,68 @@ def measure_callbacks(model: str, ranks: Sequence[int], steps: int | None, repea
     warnings.simplefilter("ignore")
     rows = []
     for count in ranks:
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in workload.arms}
+        found: dict[str, list[Training]] = {name: [] for name in workload.arms}
         for _ in range(repeats):
             for name, (_, build) in workload.arms.items():
                 found[name].append(_train(workload, build(), steps, count))
-        seconds = {name: [run["seconds"] for run in runs] for name, runs in found.items()}
         for name, (every, _) in workload.arms.items():
-            inside = [100 * run["within"] / (run["seconds"] - run["within"]) for run in found[name]]
-            row: dict[str, Any] = {"name": name, "ranks": count, "every_n_steps": every}
-            row["ms_per_step"] = 1e3 * statistics.median(seconds[name]) / (steps - 1)
-            row["overhead_percent"] = 100 * (median_ratio(seconds[name], seconds["none"]) - 1)
-            row["inside_percent"] = statistics.median(inside)
-            rows.append(row | {"peak_mb": max(run["peak"] for run in found[name])})
+            rows += _rows(name, found[name], found["none"], {"ranks": count, "every_n_steps": every}, steps - 1)
     return rows
 
 
-def _train(workload: Workload, callbacks: list[pl.Callback], steps: int, ranks: int) -> dict[str, float]:
-    """Returns the seconds of a training, those spent within the callbacks, and the memory."""
+def _rows(
+    name: str, runs: list[Training], without: list[Training], columns: dict[str, Any], steps: int
+) -> list[dict[str, Any]]:
+    """Returns the row of an arm and those of its parts."""
+    seconds = [run.seconds for run in runs]
+    whole = {"name": name, **columns, "ms_per_step": 1e3 * statistics.median(seconds) / steps}
+    whole["overhead_percent"] = 100 * (median_ratio(seconds, [run.seconds for run in without]) - 1)
+    whole["inside_percent"] = statistics.median(run.percent(sum(run.within.values())) for run in runs)
+    rows = [whole | {"peak_mb": max(run.peak for run in runs)}]
+    for part in runs[0].within:
+        row = {"name": f"{name}/{part}", **columns}
+        row["ms_per_step"] = 1e3 * statistics.median(run.within[part] for run in runs) / steps
+        row["overhead_percent"] = None
+        row["inside_percent"] = statistics.median(run.percent(run.within[part]) for run in runs)
+        rows.append(row | {"peak_mb": None})
+    return rows
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a stopwatch has found: seconds of the training, seconds within each part, memory in MB."""
+
+    seconds: float
+    within: dict[str, float]
+    peak: float
+
+    def percent(self, seconds: float) -> float:
+        """Returns seconds as a share of the training without callbacks and loggers, in percent."""
+        return 100 * seconds / (self.seconds - sum(self.within.values()))
+
+
+def _train(workload: Workload, callbacks: list[pl.Callback], steps: int, ranks: int) -> Training:
     torch.manual_seed(0)
     several: dict[str, Any] = {"strategy": "ddp_fork", "devices": ranks} if ranks > 1 else {"devices": 1}
     threads = torch.get_num_threads()
     if ranks > 1:
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        stopwatch = Stopwatch(Path(folder, "found.json"), callbacks)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        loggers: list[Logger] = []
+        if ranks == 1:
+            wandb = WandbRunLogger(mode="offline", run_dir=folder)
+            stack.callback(wandb.finish)
+            loggers = [RunStore(folder), wandb]
+        stopwatch = Stopwatch(Path(folder, "found.json"), callbacks, loggers)
         trainer = pl.Trainer(
             max_steps=steps,
             max_epochs=-1,
             limit_val_batches=0,
             callbacks=[stopwatch, *callbacks],
             accelerator="cpu",
-            logger=False,
+            logger=loggers,
+            log_every_n_steps=10,
             default_root_dir=folder,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -228,5 +279,4 @@ def _train(workload: Workload, callbacks: list[pl.Callback], steps: int, ranks: 
         with contextlib.redirect_stdout(io.StringIO()):  # the optimizer's table, each time
             trainer.fit(workload.module(), workload.data())
         torch.set_num_threads(threads)
-        found: dict[str, float] = json.loads(stopwatch.path.read_text())
-        return found
+        return Training(**json.loads(stopwatch.path.read_text()))

@@ -27,8 +27,8 @@ from geocont.optim import ManifoldMuon, ModuleWise, MuonOptions, NamedParameters
 from geocont.optim.solvers import Solution, certify, dual_ascent, long_solve, projected, reweighted
 from geocont.weights import WeightMap
 
-SMALL = GPT2Config(layers=1, heads=4, width=128, context=128, vocabulary=257, bias=False)
-GPT2_SMALL = GPT2Config(layers=1, heads=12, width=768, context=128, vocabulary=257, bias=False)  # one layer of twelve
+SMALL = GPT2Config(layers=12, heads=4, width=128, context=128, vocabulary=257, bias=False)
+GPT2_SMALL = GPT2Config(layers=1, heads=12, width=768, context=128, vocabulary=257, bias=False)  # 12 would take hours
 SPECTRA = ("logarithmic", "rank_16", "spike", "power", "gaussian")
 MANIFOLDS = ("stiefel", "dgram")
 TRAINING_STEPS, BATCH, CLIP = 40, 4, 1.0  # of the run that gives the real gradients
@@ -123,8 +123,9 @@ def measure_optimizers(
     """Returns rows ``name gradients manifold shape ms_per_step peak_mb gflop tangent_residual certified_ratio ...``.
 
     The matrices are those of one layer, fused q, k and v whole. ``real`` gradients are Nesterov momenta of a short
-    training on the standard library's text, solved warm, from what the step before left; the others are synthetic
-    spectra, solved cold. ``certified_ratio`` is exact: float64, over the least bound of a long solve.
+    training on the standard library's text, solved warm, from what the step before left, those of the middle layer of
+    twelve (at full size there is one, whose gradients are larger); the others are synthetic spectra, solved cold.
+    ``certified_ratio`` is exact: float64, over the least bound of a long solve.
     ``tangent_residual`` and ``manifold_residual`` are of the update as the optimizer takes it. ``peak_mb`` is what the
     tensors of a step take beyond parameters and state; ``gflop`` counts matrix products, not eigenvalues. A row
     ``total`` for each name sums the layer's times, averaged over manifolds and gradients, and holds its worst quality.
@@ -150,7 +151,7 @@ def _chosen(option: str, given: Sequence[str] | None, valid: Sequence[str] | dic
 
 
 def _real(config: GPT2Config, manifold: str) -> list[Case]:
-    """Trains a layer for a few steps and returns its matrices, their momenta and the solver's state."""
+    """Trains for a few steps and returns the matrices of the middle layer, their momenta and the solver's state."""
     torch.manual_seed(0)
     data = Text(tokenizer="bytes", context=config.context, batch_size=BATCH, seed=0)
     data.setup("fit")
@@ -169,7 +170,8 @@ def _real(config: GPT2Config, manifold: str) -> list[Case]:
             optimizer.step()
     cases = []
     parameters = dict(model.named_parameters())
-    for name in weights.parameters:
+    middle = {layers[config.layers // 2].parameter for layers in weights.projections.values()}
+    for name in filter(middle.__contains__, weights.parameters):
         p, state = parameters[name], optimizer.state[parameters[name]]
         assert p.grad is not None
         momentum = 0.95 * state["momentum_buffer"] + p.grad

@@ -38,7 +38,7 @@ def _parser(name: str) -> Parser:
     if name == "callbacks":
         parser.add_argument("--model", default="mlp", help="mlp or gpt2, the small one with all callbacks (mlp)")
         parser.add_argument("--ranks", nargs="+", type=int, default=[1], help="numbers of processes (default: 1)")
-        parser.add_argument("--steps", type=int, help="optimizer steps of a training (mlp: 1000; gpt2: 101)")
+        parser.add_argument("--steps", type=int, help="optimizer steps of a training (mlp: 1000; gpt2: 320)")
     if name == "training":
         parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a training (default: 40)")
     if name == "ddp":

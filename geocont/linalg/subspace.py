@@ -220,7 +220,7 @@ def _krylov(w: Tensor, k: int, start: Tensor | None, tolerance: float) -> tuple[
             active, w, scale, image, q, h, angle = (t[~done] for t in (active, w, scale, image, q, h, angle))
         now = math.log(float(angle.median()) / max(tolerance, 1e-9))
         pace = pace if math.isinf(before) else max((before - now) / steps, 0.5)  # e per block at first
-        steps, before = min(max(math.ceil(now / pace), 1), 3), now
+        steps, before = min(max(math.ceil(now / pace), 1), 4), now
         target += steps * block
         if target > min(d // 2, 128 + d // 8):
             x[active], residual[active], exact[active] = _dense(w, k)

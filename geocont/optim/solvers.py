@@ -14,6 +14,7 @@ All solvers take batches ``(B, m, n)`` of float32 with m >= n, W on the manifold
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -217,10 +218,17 @@ def long_solve(w: Tensor, g: Tensor, manifold: Manifold, iterations: int = 60) -
 class _Weights:
     """Q = (X^T X + e I)^(-1/2) at some L, and how it came about."""
 
-    q: Tensor
     bound: Tensor  # (B) ||X||_*
-    values: Tensor | None = None  # (B, n) eigenvalues of Q, and its eigenvectors, where there are any
+    by_products: Tensor | None = None  # Q, or
+    values: Tensor | None = None  # (B, n) its eigenvalues, and eigenvectors
     vectors: Tensor | None = None
+
+    @cached_property
+    def q(self) -> Tensor:
+        if self.values is None or self.vectors is None:
+            assert self.by_products is not None
+            return self.by_products
+        return (self.vectors * self.values[..., None, :]) @ self.vectors.mT
 
 
 @dataclass(frozen=True)
@@ -254,19 +262,19 @@ class _Problem:
 
     def step(self, weights: _Weights, dual: Tensor) -> Tensor:
         """Returns what takes ``dual`` to the minimiser of the majorant."""
-        q, inner = weights.q, self.c + 2 * self.times_d(dual)
+        inner = self.c + 2 * self.times_d(dual)
         if isinstance(self.manifold, Oblique):
-            system = self.d * q
-            system = system + torch.diag_embed((system.diagonal(dim1=-2, dim2=-1) == 0).to(q.dtype))  # of a zero G
-            right = (inner * q).sum(-1, keepdim=True)  # diag(B Q), Q being symmetric
+            system = self.d * weights.q
+            system = system + torch.diag_embed((system.diagonal(dim1=-2, dim2=-1) == 0).to(system.dtype))  # of a zero G
+            right = (inner * weights.q).sum(-1, keepdim=True)  # diag(B Q), Q being symmetric
             return torch.diag_embed(-torch.linalg.solve(system, right).squeeze(-1) / 2)
         if isinstance(self.manifold, Stiefel) and weights.vectors is not None and weights.values is not None:
             values, vectors = weights.values, weights.vectors
             right = (vectors.mT @ (inner @ vectors)) * values[..., None, :]
             sums = values[..., :, None] + values[..., None, :]
             return vectors @ (-(right + right.mT) / (2 * sums).clamp_min(_tiny(sums))) @ vectors.mT
-        inner = inner @ q
-        return self._conjugate_gradients(q, -self.manifold.projector(inner + inner.mT))
+        inner = inner @ weights.q
+        return self._conjugate_gradients(weights.q, -self.manifold.projector(inner + inner.mT))
 
     def _conjugate_gradients(self, q: Tensor, right: Tensor) -> Tensor:
         """Solves P[2 D Z Q + 2 Q Z D] = right, preconditioned by the operator's diagonal for a diagonal D."""
@@ -298,12 +306,15 @@ class _Problem:
         inner = self.c @ y + self.times_d(z)  # W^T A
         squares = y @ (self.gram @ y + self.c.mT @ z) + z.mT @ inner  # A^T A
         residual = self.tangency(inner, squares)
-        for power in INVERSIONS:
+        for number, power in enumerate(INVERSIONS, 1):
             m = self.manifold.multiplier(self.d, inner)
-            squares = squares - inner.mT @ m - m @ inner + m @ self.times_d(m)
+            cross = inner.mT @ m  # m is symmetric
+            squares = squares - cross - cross.mT + m @ self.times_d(m)
             inner, z = inner - self.times_d(m), z - m
             shrunk = _shrinking_large(squares, power, self.root)
-            y, z, inner, squares = y @ shrunk, z @ shrunk, inner @ shrunk, shrunk @ squares @ shrunk
+            y, z = y @ shrunk, z @ shrunk
+            if number < len(INVERSIONS):
+                inner, squares = inner @ shrunk, shrunk @ squares @ shrunk
         update = self.manifold.proju(self.w, self.g @ y + self.w @ z)  # of A itself, so that it is exact
         return self.solution(_shortened(update, self.root), dual, carry, residual, weights.bound)
 
@@ -374,12 +385,11 @@ def _weigh(s: Tensor, root: Root, smoothing: float = SMOOTHING, rounding: Tensor
         largest = torch.linalg.matrix_norm(s @ s, keepdim=True).sqrt()  # within n^(1/4)
         s = s + (smoothing * largest + rounding) * torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
         q = inverse_sqrt(s, root)
-        return _Weights(q, (s * q).sum((-2, -1)))
+        return _Weights((s * q).sum((-2, -1)), by_products=q)
     values, vectors = eigh(s)
     values = values.clamp_min(0)
     roots = inverse_sqrt_of_eigenvalues(values + smoothing * values[..., -1:])
-    q = (vectors * roots[..., None, :]) @ vectors.mT
-    return _Weights(q, values.sqrt().sum(-1), roots, vectors)
+    return _Weights(values.sqrt().sum(-1), values=roots, vectors=vectors)
 
 
 def _shrinking_large(squares: Tensor, power: int, root: Root) -> Tensor:

@@ -16,7 +16,7 @@ KEYS = {
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-    config = GPT2Config(layers=1, heads=2, width=16, context=16, vocabulary=257, bias=False)
+    config = GPT2Config(layers=2, heads=2, width=16, context=16, vocabulary=257, bias=False)
     monkeypatch.setattr(bench, "SMALL", config)
     monkeypatch.setattr(bench, "TRAINING_STEPS", 2)
     return bench.measure_optimizers(small=True, repeats=1, gradients=["real", "power"])
