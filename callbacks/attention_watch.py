@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import types
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,11 +131,8 @@ class AttentionWatch(TorchFunctionMode):
         started = time.perf_counter()
         number, self.calls = self.calls, self.calls + 1
         try:
-            with torch.no_grad(), ExitStack() as stack:
-                call = read(*args, **kwargs)
-                if torch.is_autocast_enabled(call.q.device.type):
-                    stack.enter_context(torch.autocast(call.q.device.type, enabled=False))
-                self._add(number, call)
+            with torch.no_grad():
+                self._add(number, read(*args, **kwargs))
         except Exception as error:  # a failed measurement never kills a run
             self.failures.append(f"layer {number}: {type(error).__name__}: {error}")
         self.seconds += time.perf_counter() - started

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from geocont.linalg.polar import eigh
+from geocont.linalg.precision import full_precision
 
 GAP = 1.02  # s_i / s_{i+1} from which a singular vector counts as well defined and is computed to full accuracy
 TOLERANCE = 0.04  # accepted sine of the angle between computed and true u1: 1 - cos < 1e-3
@@ -54,6 +55,7 @@ class LeadingSubspace:
 
 
 @torch.no_grad()
+@full_precision()
 def leading_subspace(
     w: Tensor, k: int = 6, *, start: Tensor | None = None, tolerance: float = TOLERANCE
 ) -> LeadingSubspace:
@@ -66,33 +68,33 @@ def leading_subspace(
     """
     if w.ndim not in (2, 3) or 0 in w.shape or k < 1:
         raise ValueError(f"leading_subspace takes (m, n) or (B, m, n) and k >= 1, got {tuple(w.shape)} and k = {k}")
-    with torch.autocast(w.device.type, enabled=False):
-        rows = _working(w)  # (B, d, l), d <= l
-        d = rows.shape[1]
-        k = min(k, d)
-        if start is not None and start.shape != (*w.shape[:-2], d, min(d, k + KEPT)):
-            raise ValueError(f"start {tuple(start.shape)} does not belong to a matrix {tuple(w.shape)} with k = {k}")
-        if d <= max(DENSE_SIDE, 4 * (k + KEPT + FRESH)):
-            x, residual, exact = _dense(rows, k)
-        else:
-            x, residual, exact = _krylov(rows, k, start, tolerance)
-        return _triplets(w, rows, x, k, residual, exact)
+    rows = _working(w)  # (B, d, l), d <= l
+    d = rows.shape[1]
+    k = min(k, d)
+    if start is not None and start.shape != (*w.shape[:-2], d, min(d, k + KEPT)):
+        raise ValueError(f"start {tuple(start.shape)} does not belong to a matrix {tuple(w.shape)} with k = {k}")
+    if d <= max(DENSE_SIDE, 4 * (k + KEPT + FRESH)):
+        x, residual, exact = _dense(rows, k)
+    else:
+        x, residual, exact = _krylov(rows, k, start, tolerance)
+    return _triplets(w, rows, x, k, residual, exact)
 
 
 @torch.no_grad()
+@full_precision()
 def exact_subspace(w: Tensor, k: int = 6) -> LeadingSubspace:
     """The slow reference: float64 ``torch.linalg.svd``, same conventions as ``leading_subspace``."""
-    with torch.autocast(w.device.type, enabled=False):
-        rows = _working(w)
-        k = min(k, rows.shape[1])
-        finite = rows.isfinite().flatten(1).all(1)
-        u = torch.linalg.svd(torch.where(finite[:, None, None], rows, 0.0).double(), full_matrices=False)[0]
-        x = u[..., : k + KEPT].mT.to(rows.dtype)
-        residual = torch.where(finite, 0.0, math.nan).to(rows.dtype)
-        return _triplets(w, rows, x, k, residual, torch.ones_like(finite))
+    rows = _working(w)
+    k = min(k, rows.shape[1])
+    finite = rows.isfinite().flatten(1).all(1)
+    u = torch.linalg.svd(torch.where(finite[:, None, None], rows, 0.0).double(), full_matrices=False)[0]
+    x = u[..., : k + KEPT].mT.to(rows.dtype)
+    residual = torch.where(finite, 0.0, math.nan).to(rows.dtype)
+    return _triplets(w, rows, x, k, residual, torch.ones_like(finite))
 
 
 @torch.no_grad()
+@full_precision()
 def svd_by_gram(w: Tensor, low_rank: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """All r = min(m, n) singular triplets by the smaller Gram matrix: u (..., m, r), s (..., r), v (..., n, r).
 
@@ -102,18 +104,17 @@ def svd_by_gram(w: Tensor, low_rank: bool = False) -> tuple[Tensor, Tensor, Tens
     ``low_rank`` tells that the ranks are probably below r / 4: if indeed they are, only r / 4 triplets come, for a
     third of the price.
     """
-    with torch.autocast(w.device.type, enabled=False):
-        rows = _working(w)
-        k = rows.shape[1]
-        basis = _range(rows, k // 4) if low_rank and k > DENSE_SIDE else None
-        if basis is None:
-            x, residual, exact = _dense(rows, k)
-        else:
-            k = basis.shape[1]
-            x, residual, exact = _dense(basis @ rows, k)
-            x = x @ basis
-        result = _triplets(w, rows, x, k, residual, exact)
-        return result.u, result.s, result.v
+    rows = _working(w)
+    k = rows.shape[1]
+    basis = _range(rows, k // 4) if low_rank and k > DENSE_SIDE else None
+    if basis is None:
+        x, residual, exact = _dense(rows, k)
+    else:
+        k = basis.shape[1]
+        x, residual, exact = _dense(basis @ rows, k)
+        x = x @ basis
+    result = _triplets(w, rows, x, k, residual, exact)
+    return result.u, result.s, result.v
 
 
 def _working(w: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from geocont.errors import UserError
+from geocont.linalg.precision import full_precision
 
 
 class Manifold:
@@ -29,6 +30,7 @@ class Manifold:
         """Returns W^T W of tall matrices on the manifold, as its diagonal ``(..., n)`` where it has nothing else."""
         return (w * w).sum(-2)
 
+    @full_precision()
     def residual(self, w: Tensor) -> Tensor:
         """Returns how far matrices ``(..., m, n)`` are from the manifold ``(...)``, 0 on it; see each manifold."""
         tall = _tall(w).float()
@@ -46,6 +48,7 @@ class Manifold:
         """Returns the point of the manifold to which the step ``u`` from the point ``w`` leads; w itself for u = 0."""
         return _on_tall(lambda w, u: self._retract(w + u), w, u)
 
+    @full_precision()
     def tangent_residual(self, w: Tensor, u: Tensor) -> Tensor:
         """Returns ||P(W^T U + U^T W)||_F / (||W||_F ||U||_F) ``(...)``; 0 for a zero U."""
         w, u = _tall(w), _tall(u)

@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from geocont.linalg import full_precision
+
 #: Measures of attention rows, in the order of their totals.
 ROW_MEASURES = ("max_logit", "entropy", "top_probability", "saturated", "jacobian")
 #: What :func:`head_totals` returns for each head; all but ``max_logit`` are sums over rows.
@@ -43,6 +45,7 @@ def sampled_rows(length: int, count: int, device: torch.device | str | None = No
     return torch.arange(1, count + 1, device=device) * length // count - 1
 
 
+@full_precision()
 def head_totals(
     q: Tensor,
     k: Tensor,
@@ -113,6 +116,7 @@ def head_values(totals: Tensor) -> dict[str, Tensor]:
     return values
 
 
+@full_precision()
 def logit_scale(wq: Tensor, wk: Tensor, heads: int, key_heads: int) -> Tensor:
     """sigma(Wq) sigma(Wk) / sqrt(head_dim) of each head, ``(heads,)``; NaN where a weight is not finite.
 

@@ -18,7 +18,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from geocont.linalg import LeadingSubspace, leading_subspace, svd_by_gram
+from geocont.linalg import LeadingSubspace, full_precision, leading_subspace, svd_by_gram
 
 #: Directions compared by ``topk``.
 TOP_K = 5
@@ -46,6 +46,7 @@ class LightTable:
     subspace: LeadingSubspace
 
 
+@full_precision()
 def light_table(w: Tensor, start: Tensor | None = None) -> LightTable:
     """Computes ``v1 u1 topk_in topk_out cosine gap defined`` of a stack of matrices ``(L, m, n)``.
 
@@ -73,6 +74,7 @@ def light_table(w: Tensor, start: Tensor | None = None) -> LightTable:
     return LightTable(values, subspace)
 
 
+@full_precision()
 def full_table(w: Tensor, subspace: LeadingSubspace | None = None) -> dict[str, Tensor]:
     """Computes ``sigma2`` and ``gram`` on both sides, ``(L - 1,)`` each: all singular vectors, hence the dear table.
 
@@ -144,6 +146,7 @@ def sigma2(s: Tensor, vectors: Tensor) -> Tensor:
     return value.masked_fill(~(s[1:, 0] > 0), math.nan)
 
 
+@full_precision()
 def gram_cosine(w: Tensor) -> Tensor:
     """Trace-removed cosine of the Gram matrices W^T W of adjacent layers ``(L, m, n)`` -> ``(L - 1,)``.
 

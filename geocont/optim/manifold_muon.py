@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from geocont.errors import UserError
+from geocont.linalg import full_precision
 from geocont.manifolds import Euclidean, Manifold, Stiefel, as_manifold
 from geocont.optim.sharding import Sharded, agree, cost
 from geocont.optim.solvers import SOLVERS, Solution, dual_ascent, projected, reweighted
@@ -185,6 +186,7 @@ class ManifoldMuon(Sharded):
             group["skipped_steps"] += 1
 
     @torch.no_grad()
+    @full_precision()
     def update(self) -> None:
         """Performs one step with gradients that are finite, on all ranks."""
         self._last = []

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geocont.linalg import full_precision
 from geocont.linalg.polar import eigh
 from geocont.pretrained.analysis import Analysis
 from geocont.pretrained.engine import Entry
@@ -83,6 +84,7 @@ def advise(
     return advice
 
 
+@full_precision()
 def _window(window: Sequence[Entry], device: torch.device) -> dict[str, Any] | None:
     theory = "out" if window[0].matrix.side == "writes" else "in"
     right = _curve(window, theory, device)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from geocont.linalg import full_precision
 from geocont.pretrained.cache import ResultCache, digest, key_of
 from geocont.pretrained.checkpoint import Piece
 from geocont.pretrained.difference import Entry
@@ -127,6 +128,7 @@ def _result(entry: Entry, current: _Loaded, below: _Loaded | None, settings: Set
     return Result(entry, shape, values["problem"], spectrum, pair, arrays["v1"], arrays["u1"])
 
 
+@full_precision()
 def _compute(
     current: _Loaded, below: _Loaded | None, settings: Settings
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
