@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
 
-import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from callbacks.cadence import Cadence
+from callbacks.media import Media, as_wandb, shows_media
 
 STEP_KEY = "trainer/global_step"  # the step axis that WandbLogger uses
 METRIC_BYTES, PACKED_BYTES = 300, 80  # of a metric beside its name, as Lightning sends it to another process
@@ -42,7 +43,7 @@ class Row:
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
-    media: dict[str, np.ndarray] = field(default_factory=dict)
+    media: dict[str, Media] = field(default_factory=dict)
     arrays: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -70,6 +71,7 @@ class Collector:
         self._keys: set[str] = set()  # all that it has put into trainer.callback_metrics
         self._staged: int | None = None  # step of a row that loggers hold until Lightning completes it
         self._wandb_steps: dict[Logger, int] = {}  # W&B's own count of rows when that was staged
+        self._refused: set[str] = set()  # keys of media that W&B did not take, each of them said once
 
     @classmethod
     def of(cls, trainer: Trainer) -> Collector:
@@ -128,7 +130,7 @@ class Collector:
         metrics: Mapping[str, float],
         *,
         headline: Mapping[str, float] | None = None,
-        media: Mapping[str, np.ndarray] | None = None,
+        media: Mapping[str, Media] | None = None,
         arrays: Mapping[str, Tensor] | None = None,
         skipped: int = 0,
         milliseconds: float = 0.0,
@@ -140,7 +142,7 @@ class Collector:
             trainer: Its ``global_step`` is the step of the row.
             metrics: Key -> number; what is not finite is dropped, NaN is never logged.
             headline: Short name -> number, shown in the progress bar.
-            media: Key -> image ``(height, width, 3)`` of bytes, for loggers that take them (W&B).
+            media: Key -> image or table, for loggers that take them (W&B).
             arrays: Key -> tensor, for loggers that keep arrays (the run's local store).
             skipped: Number of values that do not exist, summed over callbacks as ``measure/skipped``.
             milliseconds: What the measuring cost, summed as ``measure/milliseconds``: on several ranks the time of the
@@ -171,9 +173,25 @@ class Collector:
         self._commit(trainer)
         self._staged = row.step
         for logger in trainer.loggers:
-            _stage(logger, row)
+            _stage(logger, row, self._media(logger, row))
             if _is_plain_wandb(logger):
                 self._wandb_steps[logger] = logger.experiment.step
+
+    def _media(self, logger: Logger, row: Row) -> dict[str, Any]:
+        """Returns the row's images and tables as W&B takes them; nothing for loggers of numbers."""
+        found: dict[str, Any] = {}
+        if row.media and shows_media(logger):
+            for key, value in row.media.items():
+                try:
+                    found[key] = as_wandb(logger.experiment, key, value, row.step)  # type: ignore[attr-defined]
+                except Exception as error:  # what cannot be shown never keeps numbers from any logger
+                    self._refuse(key, error)
+        return found
+
+    def _refuse(self, key: str, error: Exception) -> None:
+        if key not in self._refused:
+            self._refused.add(key)
+            rank_zero_warn(f"W&B does not get {key} of this training ({type(error).__name__}: {error})")
 
     def close(self, trainer: Trainer) -> None:
         """Writes what is left and gives the trainer its own logging cadence back."""
@@ -212,29 +230,15 @@ class Collector:
         self._staged = None
 
 
-def takes_images(trainer: Trainer) -> bool:
-    """Tells whether any logger of the trainer shows images, so that none is drawn in vain."""
-    return trainer.is_global_zero and any(isinstance(x, WandbLogger) and bool(x.experiment) for x in trainer.loggers)
-
-
-def _stage(logger: Logger, row: Row) -> None:
+def _stage(logger: Logger, row: Row, media: Mapping[str, Any]) -> None:
     if row.arrays and hasattr(logger, "log_arrays"):
         logger.log_arrays(row.arrays, step=row.step)
     if hasattr(logger, "stage"):
-        logger.stage({**row.metrics, **_media(logger, row)}, step=row.step)
+        logger.stage({**row.metrics, **media}, step=row.step)
     elif _is_plain_wandb(logger):  # W&B's own way of adding to a row that a later call completes
-        logger.experiment.log({**row.metrics, **_media(logger, row), STEP_KEY: row.step}, commit=False)
+        logger.experiment.log({**row.metrics, **media, STEP_KEY: row.step}, commit=False)
     elif row.metrics:
         logger.log_metrics(row.metrics, step=row.step)
-
-
-def _media(logger: Logger, row: Row) -> dict[str, Any]:
-    """Returns the row's images as W&B takes them; nothing for loggers of numbers."""
-    if not row.media or not isinstance(logger, WandbLogger) or not logger.experiment:
-        return {}
-    import wandb
-
-    return {key: wandb.Image(pixels) for key, pixels in row.media.items()}
 
 
 def _is_plain_wandb(logger: Logger) -> TypeGuard[WandbLogger]:

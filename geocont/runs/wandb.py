@@ -165,6 +165,8 @@ class WandbRunLogger(WandbLogger):
 
     def _create(self, wandb: Any, mode: str) -> Any:
         arguments = {key: value for key, value in self._wandb_init.items() if key != "anonymous"}  # deprecated
+        # W&B's service process stays in the working directory that this process had at its first run.
+        arguments["dir"] = os.path.abspath(arguments["dir"])
         try:  # the folder has to be there before, or W&B warns about its git root
             Path(arguments["dir"]).mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -437,6 +437,17 @@ def test_two_runs_in_one_process_and_resume(tmp_path: Path) -> None:
     assert state["config"]["optim"]["lr"] == 10
 
 
+def test_a_relative_folder_is_meant_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a change of the working directory, the rows of a second run were written below the first one's."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        logger = offline(Path("run"))
+        logger.log_metrics({"train/loss": 1.0}, step=0)
+        logger.finish()
+        assert len(read_history(run_file(tmp_path / name / "run"))) == 1
+
+
 class Tiny(LightningModule):
     def __init__(self, fail_at: int = -1) -> None:
         super().__init__()
