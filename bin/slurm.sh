@@ -9,9 +9,4 @@ cd "${SLURM_SUBMIT_DIR:-.}"
 dir=${RUN_DIR:-runs/slurm-$SLURM_JOB_ID}  # on a disk that all nodes share
 options=(--run.dir="$dir")
 if [ -s "$dir/checkpoints/last.ckpt" ]; then set --; options=(--resume="$dir"); fi
-# The first process makes the run's directory; the others join it.
-exec srun --kill-on-bad-exit=1 bash -c 'dir=$1; shift
-  if [ "$SLURM_PROCID" != 0 ]; then
-    export GEOCONT_RUN_DIR=$dir; until [ -s "$dir/manifest.json" ]; do sleep 1; done
-  fi
-  exec .venv/bin/geocont fit "$@" --trainer.num_nodes="$SLURM_JOB_NUM_NODES"' rank "$dir" "$@" "${options[@]}"
+exec srun --kill-on-bad-exit=1 .venv/bin/geocont fit "$@" "${options[@]}" --trainer.num_nodes="$SLURM_JOB_NUM_NODES"

@@ -29,9 +29,10 @@ from geocont.runs.files import write_atomically
 from geocont.runs.store import RunStore
 from geocont.runs.wandb import WandbRunLogger
 
-RUN_DIR_VARIABLE = (
-    "GEOCONT_RUN_DIR"  # tells the processes that Lightning launches for other devices where the run lives
-)
+#: Tells the processes that Lightning launches for other devices where the run lives.
+RUN_DIR_VARIABLE = "GEOCONT_RUN_DIR"
+#: Number of a process and of all of them, as launchers other than Lightning's own set them: torchrun, and srun.
+LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
 SIGTERM_STATUS = 143
 
 
@@ -93,8 +94,14 @@ class GeoContCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses the options; a run that is resumed has been put in front of them by :func:`run`."""
         super().parse_arguments(parser, args)
-        self.is_main_process = RUN_DIR_VARIABLE not in os.environ
         options = self.config[self.config.subcommand]
+        rank, ranks = _launched()
+        self.is_main_process = rank == 0 and RUN_DIR_VARIABLE not in os.environ
+        if ranks > 1 and self.config.subcommand == "fit" and options.resume is None and options.run.dir is None:
+            raise UserError(
+                f"run.dir: the {ranks} processes of this launch must share a directory; give --run.dir=DIR, a new"
+                " one on a disk that all of them see, or --resume=DIR"
+            )
         checkpoint = options.get("ckpt_path")
         if checkpoint in ("last", "best", "hpc"):
             raise UserError(f"ckpt_path: give a file, not {checkpoint!r}; `geocont fit --resume last` continues a run")
@@ -115,10 +122,10 @@ class GeoContCLI(LightningCLI):
             return
         config = self.config.fit
         resumed = self.run_directory is not None
-        if not self.is_main_process:
-            self.run_directory = RunDirectory.open_beside(Path(os.environ[RUN_DIR_VARIABLE]))
-        elif self.run_directory is None:
+        if self.run_directory is None and self.is_main_process:
             self.run_directory = RunDirectory.create(_run_options(config))
+        elif self.run_directory is None:
+            self.run_directory = RunDirectory.open_beside(Path(os.environ.get(RUN_DIR_VARIABLE) or config.run.dir))
         directory = self.run_directory
         if self.is_main_process:
             os.environ[RUN_DIR_VARIABLE] = str(directory.path)
@@ -224,6 +231,14 @@ class GeoContCLI(LightningCLI):
             config = self._parser("fit").dump(self.config.fit, format="json")
             manifest = self.run_directory.manifest
             self.wandb_logger.add_config({**json.loads(config), "manifest": manifest})
+
+
+def _launched() -> tuple[int, int]:
+    """Returns the number of this process and of all of them, where a launcher from outside has started them."""
+    for rank, ranks in LAUNCHERS:
+        if rank in os.environ and ranks in os.environ:
+            return int(os.environ[rank]), int(os.environ[ranks])
+    return 0, 1
 
 
 def _told(error: BaseException) -> str:

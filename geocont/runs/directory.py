@@ -24,6 +24,7 @@ MANIFEST_FILE = "manifest.json"
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
 LAST_CHECKPOINT = "last.ckpt"
+PATIENCE = 300.0  # seconds that a process waits for another one's run directory, on a disk that may lag
 PACKAGES = ("geocont", "torch", "lightning", "torchmetrics", "wandb", "datasets", "numpy")
 
 
@@ -92,7 +93,14 @@ class RunDirectory:
 
     @classmethod
     def open_beside(cls, path: Path) -> RunDirectory:
-        """Opens a run's directory for a process that works beside the one that made it (another device's)."""
+        """Opens a run's directory for a process that works beside the one that makes it (another device's).
+
+        Raises:
+            UserError: It was not made within ``PATIENCE`` seconds, or is not that of a run.
+        """
+        deadline = time.monotonic() + PATIENCE
+        while not (path / MANIFEST_FILE).exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
         return cls(path, read_manifest(path)["run_id"])
 
     def lock(self) -> None:

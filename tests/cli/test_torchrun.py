@@ -1,4 +1,4 @@
-"""Two nodes of one process, started by bin/torchrun.sh over loopback: what several processes on one node do."""
+"""Processes that a launcher from outside starts: torchrun, here over loopback, and srun."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from geocont.runs.store import read_metrics
+from tests.conftest import SMALL
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = [
@@ -28,9 +30,9 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def on_two_nodes(run_dir: Path, *options: str) -> list[str]:
+def on_two_nodes(*options: str) -> list[str]:
     """Starts both nodes, waits for them, and returns what they said."""
-    given = {"NODES": "2", "PROCESSES": "1", "MASTER": f"127.0.0.1:{free_port()}", "RUN_DIR": str(run_dir)}
+    given = {"NODES": "2", "PROCESSES": "1", "MASTER": f"127.0.0.1:{free_port()}"}
     environment = {**os.environ, **given, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
     command = [str(ROOT / "bin/torchrun.sh"), *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -40,11 +42,25 @@ def on_two_nodes(run_dir: Path, *options: str) -> list[str]:
     return said
 
 
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_processes_of_one_launch_must_be_told_where_they_meet(
+    monkeypatch: pytest.MonkeyPatch, geocont: Callable[..., tuple[int, str, str]], names: tuple[str, str], rank: str
+) -> None:
+    """Each process of a plain torchrun or srun trained in a directory of its own, or waited for the others in vain."""
+    for name, value in zip(names, (rank, "2"), strict=True):
+        monkeypatch.setenv(name, value)
+    status, _, err = geocont("fit", *SMALL)
+    assert status == 2
+    assert "run.dir: the 2 processes of this launch must share a directory" in err
+    assert not Path("runs").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".venv/bin/torchrun").exists(), reason="bin/torchrun.sh takes .venv's torchrun")
 def test_two_nodes_train_and_resume_as_two_processes_do(tmp_path: Path) -> None:
     """A launcher that gives each node a run of its own, or another batch, is found out on a cluster only."""
-    on_two_nodes(tmp_path / "nodes", *OPTIONS, "--trainer.devices=1")
+    on_two_nodes(*OPTIONS, "--trainer.devices=1", f"--run.dir={tmp_path / 'nodes'}")
     alone = [sys.executable, "-m", "geocont", "fit", *OPTIONS, "--run.dir", str(tmp_path / "one")]
     subprocess.run(alone, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=180, check=True)
     nodes, one = (read_metrics(tmp_path / name) for name in ("nodes", "one"))
@@ -54,5 +70,5 @@ def test_two_nodes_train_and_resume_as_two_processes_do(tmp_path: Path) -> None:
         assert values[0] == pytest.approx(values[1], rel=1e-4), key
     assert json.loads((tmp_path / "nodes/manifest.json").read_text())["status"] == "finished"
     assert len(list((tmp_path / "nodes/wandb").glob("offline-run-*"))) == 1
-    on_two_nodes(tmp_path / "nodes", f"--resume={tmp_path / 'nodes'}", "--trainer.max_steps=5")
+    on_two_nodes(f"--resume={tmp_path / 'nodes'}", "--trainer.max_steps=5")
     assert read_metrics(tmp_path / "nodes")[-1]["step"] == 5
