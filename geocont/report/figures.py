@@ -14,6 +14,9 @@ Series = dict[str, Any]
 Choice = dict[str, list[str]]
 
 HEIGHT = 190  # pixels of the plotting area
+LEGEND_WIDTH, SYMBOL_WIDTH = 360, 30  # pixels that a figure has at least, and that a name's line takes
+LONG_NAME = 21  # characters from which two names do not fit beside each other
+
 #: Marks of the steps' axis, which is logarithmic above 1: what happens early is what differs.
 STEP_TICKS = [0, *(digit * 10**power for power in range(8) for digit in (1, 2, 5))]
 
@@ -243,7 +246,9 @@ def layer_colour(last: int, orient: str = "right") -> dict[str, Any]:
 
 
 def _nominal(name: str, values: Sequence[str], legend: bool) -> dict[str, Any]:
-    shown = {"orient": "bottom", "columns": 2, "labelLimit": 150, "symbolType": "stroke", "symbolSize": 300}
+    columns = 1 if max(map(len, values), default=0) > LONG_NAME else 2
+    shown = {"orient": "bottom", "columns": columns, "labelLimit": LEGEND_WIDTH / columns - SYMBOL_WIDTH}
+    shown |= {"symbolType": "stroke", "symbolSize": 300}
     found = {"field": name, "type": "nominal", "title": None, "scale": {"domain": list(values)}}
     return found | {"legend": shown if legend else None}
 

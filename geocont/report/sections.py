@@ -49,6 +49,11 @@ MEASURES = {
     "gap": "s1 / s2",
     "defined": "share of pairs with s1/s2 >= 1.02",
 }
+#: How far and which way weights have gone, key without its projection -> label.
+WAYS = {
+    "update/relative_norm": "norm of W - W0, relative to that of W0",
+    "weight/cumulative_alignment": "v1 of W and of the sum of gradients, |cos|",
+}
 ATTENTION = {
     "entropy": "entropy, 1 = uniform",
     "saturated": "share of saturated rows",
@@ -92,6 +97,7 @@ def sections(runs: Sequence[RunRecord], fineness: Fineness) -> list[Section]:
         loss_and_speed(runs, fineness),
         continuity(runs, fineness),
         heat_maps(runs, fineness),
+        ways(runs, fineness),
         trajectories(runs, fineness),
         attention(runs, fineness),
         spectra(runs, fineness),
@@ -174,6 +180,25 @@ def heat_maps(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
         " below 1.02."
     )
     return Section("Pairs of layers", text, figures, selects)
+
+
+def ways(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
+    """How far the weights have gone from where they started, and whether the gradients' sum tells the direction."""
+    figures = []
+    for key, label in WAYS.items():
+        for projection in projections_of(runs, f"{key}/"):
+            series = curves_of(runs, f"{key}/{projection}", fineness)
+            options: dict[str, Any] = {"choice": {"Measure": [label]}}
+            if key.endswith("alignment"):
+                options |= {"domain": [0, 1], "levels": chance_levels(runs, "weight", "v1", projection)}
+            if series:
+                figures.append(curves(f"{key}/{projection}", label, series, **options))
+    selects = {"Measure": options_of(figures, list(WAYS.values()))}
+    text = (
+        "Mean over layers. Alignment compares the leading input direction of a matrix with that of the sum of its"
+        " gradients, where full tables are computed. Dotted: the level of unrelated random matrices."
+    )
+    return Section("Way of the weights", text, figures, selects)
 
 
 def trajectories(runs: Sequence[RunRecord], fineness: Fineness) -> Section:

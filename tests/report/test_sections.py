@@ -33,8 +33,7 @@ def test_every_measure_has_a_figure(gpt2: RunRecord) -> None:
     titles = {figure.title for figures in found.values() for figure in figures}
     curves_of = ("weight/", "gradient/", "cumulative/", "update/", "train/", "val/", "lr/", "throughput/")
     for key in gpt2.keys(""):
-        alone = key.startswith(("update/relative_norm", "weight/cumulative_alignment"))
-        if key.startswith(curves_of) and not alone:
+        if key.startswith(curves_of):
             assert key in titles, key
         if key.startswith("softmax/") and key.endswith(("mean", "worst_head")):
             assert key in titles, key

@@ -56,7 +56,7 @@ def test_every_key_comes_back_and_rows_are_measured_steps(trained: dict[str, Pat
     summary: dict[str, Any] = json.loads(inspect(run, "--summary"))
     known = summary["summary"].keys()
     assert expected() - known == set()
-    assert {f"weight/heat_map/{p}" for p in PROJECTIONS} <= known
+    assert {"weight/pairs", *(f"weight/heat_map/{p}" for p in PROJECTIONS)} <= known
     records = map(json.loads, inspect(run).splitlines())
     rows = [record["history"]["item"] for record in records if record["type"] == "history"]
     ours = read_metrics(run)
@@ -67,9 +67,8 @@ def test_every_key_comes_back_and_rows_are_measured_steps(trained: dict[str, Pat
         sent: dict[str, Any] = {}
         for each in rows:
             sent |= each if each["trainer/global_step"] == row["step"] else {}
-        numbers = {
-            key for key in sent if not key.startswith((*OWN, "weight/heat_map")) and key != "trainer/global_step"
-        }
+        others = (*OWN, "weight/heat_map", "weight/pairs")
+        numbers = {key for key in sent if not key.startswith(others) and key != "trainer/global_step"}
         assert numbers == row.keys() - {"step"}, row["step"]
 
 

@@ -38,6 +38,7 @@ FAKE_KEY = "0123456789" * 4
 
 @pytest.fixture(autouse=True)
 def fresh_session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    os.environ.pop("WANDB_SERVICE", None)  # of a service that ends with the test, so it must not come back
     for key in [key for key in os.environ if key.startswith("WANDB_")]:
         monkeypatch.delenv(key)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
