@@ -12,6 +12,8 @@ from geocont.errors import UserError
 
 #: Lines of a jsonargparse message that say how it tried, not what is wrong.
 _HOW = re.compile(r"Does not validate|Subtypes:|Errors:|Given value|(- )?Expected a (path but|<class 'NoneType'>)")
+_GIVEN = re.compile(r"Given value: (.+)")
+_TYPE = re.compile(r"<class '(?:\w+\.)*(\w+)'>|typing\.")
 _KEY = re.compile(r"(?:- )?Parser key ['\"]([^'\"]+)['\"]:\s*")
 _UNKNOWN = re.compile(r"(?:unrecognized arguments: -*|[Oo]ption ['\"]|[Kk]ey ['\"]?)([\w.]+)['\"]?.*(?:not|unrecogni)?")
 _CHOICE = re.compile(r"Literal\[(.*?)\]\. Got value: (\S+)")
@@ -29,6 +31,8 @@ class GeoContParser(LightningArgumentParser):
         raise UserError(essence(message) + self._hint(message)) from ex
 
     def _hint(self, message: str) -> str:
+        if re.search(r"arguments are required: \w+\.model$", message):
+            return "; an experiment has one, for example --config conf/experiment/mlp/res_relu.yaml"
         if "did you mean" in message:  # said by a parser further in
             return ""
         choice = _CHOICE.search(message)
@@ -55,12 +59,16 @@ class GeoContParser(LightningArgumentParser):
 
 def essence(message: str) -> str:
     """Returns the telling part of a parser's message as one line, headed by the key that it is about."""
-    keys, told = [], []
+    keys, told, given = [], [], ""
     for line in map(str.strip, message.splitlines()):
+        if value := _GIVEN.match(line):
+            given = f". Got value: {value[1]}"
         key = _KEY.match(line)
         if key:
             keys.append(key[1])
             line = line[key.end() :]
         if line and not _HOW.match(line):
             told.append(line.removeprefix("- "))
-    return ": ".join(filter(None, (".".join(keys), "; ".join(dict.fromkeys(told)))))
+    text = _TYPE.sub(lambda found: found[1] or "", "; ".join(dict.fromkeys(told)))
+    text = text.replace("Expected a ", "expected ")
+    return ": ".join(filter(None, (".".join(keys), text + ("" if "Got value" in text else given))))

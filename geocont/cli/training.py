@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 import callbacks
@@ -107,6 +108,11 @@ class GeoContCLI(LightningCLI):
             raise UserError(f"ckpt_path: give a file, not {checkpoint!r}; `geocont fit --resume last` continues a run")
         if checkpoint is not None and not Path(checkpoint).is_file():
             raise UserError(f"ckpt_path: {checkpoint} is not there")
+        if checkpoint is None and self.config.subcommand != "fit":
+            rank_zero_info(
+                f"geocont {self.config.subcommand}: the weights are those the model starts with; --ckpt_path=FILE loads"
+                " others, such as RUN/checkpoints/last.ckpt"
+            )
         if options.resume is None:
             return
         if self.config.subcommand != "fit":

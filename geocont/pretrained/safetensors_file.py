@@ -45,7 +45,9 @@ def _header(path: Path) -> tuple[dict[str, Any], int, int]:
             size = path.stat().st_size
             first = file.read(8)
             length = struct.unpack("<Q", first)[0] if len(first) == 8 else None
-            if length is None or length > size - 8 or length > LONGEST_HEADER:
+            if length is None:
+                raise UserError(f"{path}: not a safetensors file: it has {size} bytes; fetch it again")
+            if length > size - 8 or length > LONGEST_HEADER:
                 raise UserError(
                     f"{path}: not a whole safetensors file: its header should be {length} bytes long, but the file has"
                     f" {size}; fetch it again"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,31 @@ def test_two_processes_on_the_processor_make_one_run_and_resume_it(tmp_path: Pat
     assert steps[-1] == 12
     assert not (tmp_path / "runs").exists()
     assert len(list((tmp_path / "run/wandb").glob("offline-run-*"))) == 2  # one for each session, of one identity
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["fit"], "required: fit.model; an experiment has one, for example --config conf/experiment/mlp/res_relu.yaml"),
+        (["fit", *SMALL, "--trainer.max_epochs=abc"], "trainer.max_epochs: expected int. Got value: abc"),
+        (["fit", *SMALL, "--model.network.depth=two"], "model: network.depth: expected int. Got value: two"),
+        (["fit", *SMALL, "--trainer.precision=33"], "Got value: 33"),
+    ],
+)
+def test_a_refused_option_is_named_with_its_value(
+    geocont: Callable[..., tuple[int, str, str]], options: list[str], told: str
+) -> None:
+    """What a newcomer types first, or types wrong, was answered without the value or the way out."""
+    status, _, err = geocont(*options)
+    assert status == 2
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_evaluation_without_a_checkpoint_says_whose_weights_it_takes(
+    geocont: Callable[..., tuple[int, str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`geocont validate` without --ckpt_path scored fresh weights, and looked like a bad model."""
+    status, out, err = geocont("validate", *SMALL, "--trainer.limit_val_batches=1")
+    assert status == 0, out + err
+    assert "the weights are those the model starts with; --ckpt_path=FILE" in caplog.text + err
