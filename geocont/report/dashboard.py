@@ -87,6 +87,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
 }
 #: Images of the first section: the heat map of every projection that geocont knows.
+PAIRS = "weight/pairs"  # a table
 HEAT_MAPS = tuple(f"weight/heat_map/{projection}" for projection in ROLES)
 
 
@@ -118,6 +119,7 @@ def workspace(project: str, entity: str, name: str = NAME) -> Any:
         ]
         if title == "continuity":
             drawn.append(panels.MediaBrowser(title="pairs of layers over training", media_keys=list(HEAT_MAPS)))
+            drawn.append(panels.WeavePanelSummaryTable(table_name=PAIRS, layout=panels.Layout(w=24, h=10)))
         settings = workspaces.SectionPanelSettings(x_axis=STEP)
         sections.append(workspaces.Section(name=title, panels=drawn, is_open=True, panel_settings=settings))
     overall = workspaces.WorkspaceSettings(x_axis=STEP)

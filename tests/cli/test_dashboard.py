@@ -28,6 +28,7 @@ def test_dry_run_prints_what_would_be_sent(geocont: Command) -> None:
                 assert panel["config"]["useMetricRegex"] is True
     images = [panel["config"]["mediaKeys"] for panel in sections[0]["panels"] if "mediaKeys" in panel["config"]]
     assert "weight/heat_map/q" in images[0]
+    assert '"weight/pairs"' in json.dumps(sections[0])  # the table of the same pairs
 
 
 def test_errors_are_one_line_with_the_way_out(geocont: Command, monkeypatch: pytest.MonkeyPatch) -> None:
