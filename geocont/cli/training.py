@@ -172,11 +172,13 @@ class GeoContCLI(LightningCLI):
             super()._parse_ckpt_path()
 
     def _close_run(self, outcome: dict[str, Any]) -> None:
-        """Writes how the run ended and lets other processes into its directory."""
+        """Writes how the run ended and lets other processes into its directory; one that never began leaves none."""
         if self.run_directory is not None and self.is_main_process:
             os.environ.pop(RUN_DIR_VARIABLE, None)
             self.run_directory.update_manifest(**outcome)
             self.run_directory.release()
+            if outcome["status"] != "finished" and _launched()[1] == 1:  # other processes would wait for it
+                self.run_directory.remove_if_bare()
         elif self.run_directory is not None and outcome["status"] == "failed":
             self.run_directory.close_abandoned(f"the main process is gone; another one ended with {outcome['error']}")
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import wrap
 from typing import Any, Literal
+
+from geocont.report.themes import DASHES
 
 Series = dict[str, Any]
 Choice = dict[str, list[str]]
 
 HEIGHT = 190  # pixels of the plotting area
-LEGEND_WIDTH, SYMBOL_WIDTH = 360, 30  # pixels that a figure has at least, and that a name's line takes
-LONG_NAME = 21  # characters from which two names do not fit beside each other
+LEGEND_WIDTH, SYMBOL_WIDTH = 265, 25  # pixels that a legend has at least, and that the line before a name takes
+LONG_NAME = 16  # characters from which on two names do not fit beside each other
+WRAPPED = 16  # characters of a line of a colour scale's title
+MANY_LAYERS = 6  # from which on a legend names three of them
 
 #: Marks of the steps' axis, which is logarithmic above 1: what happens early is what differs.
 STEP_TICKS = [0, *(digit * 10**power for power in range(8) for digit in (1, 2, 5))]
@@ -70,6 +75,7 @@ def curves(
     title: str,
     label: str,
     series: list[Series],
+    runs: Sequence[str] = (),
     *,
     by: Literal["run", "layer"] = "run",
     dash: str | None = None,
@@ -84,6 +90,7 @@ def curves(
         title: Above the figure.
         label: Of the vertical axis, with the unit.
         series: Each with ``step`` and ``value`` ``(N,)``, and constants ``run`` or ``layer``.
+        runs: Names of all runs of the report, so that each has one colour and dash in all figures.
         by: What colours tell apart.
         dash: Field that dashes tell apart; by default the one of the colours, where that is ``run``.
         levels: Label -> height of a horizontal line, such as chance.
@@ -96,32 +103,36 @@ def curves(
     vertical: dict[str, Any] = {"type": scale, "nice": True} | ({"zero": False} if scale == "linear" else {})
     if domain is not None:
         vertical |= {"domain": list(domain), "nice": False}
+    elif scale == "linear" and values:
+        vertical |= _around(min(values), max(values))
     axis = {"format": ".0e", "tickCount": 5} if scale == "log" else {}
     largest = max(map(abs, values), default=1)
     if scale == "linear" and not 1e-2 <= largest < 1e6 and largest:  # learning rates would read 0
-        axis = {"format": ".2~e"}
+        axis = {"labelExpr": "datum.value ? format(datum.value, '.2~e') : '0'"}
     encoding: dict[str, Any] = {
         "x": step_axis(last),
         "y": {"field": "value", "type": "quantitative", "title": label, "scale": vertical, "axis": axis},
         "detail": [{"field": name} for name in ("run", "layer") if any(name in each for each in series)],
         "tooltip": _tooltip(label, series),
     }
-    names = list(dict.fromkeys(each["run"] for each in series if "run" in each))
     if by == "run":
-        encoding["color"] = _nominal("run", names, legend=len(names) > 1)
+        there = list(dict.fromkeys(each["run"] for each in series))
+        names = list(runs) or there
+        encoding["color"] = _nominal("run", names, there if len(names) > 1 else [])
         if dash is None and len(names) > 1:
-            encoding["strokeDash"] = _nominal("run", names, legend=True)
+            encoding["strokeDash"] = _dashed(_nominal("run", names, there))
     else:
         layers = [each["layer"] for each in series]
         encoding["color"] = layer_colour(max(layers, default=0))
     if dash is not None:
         kinds = list(dict.fromkeys(each[dash] for each in series))
-        encoding["strokeDash"] = _nominal(dash, kinds, legend=len(kinds) > 1) | {"title": None}
+        encoding["strokeDash"] = _dashed(_nominal(dash, kinds, kinds if len(kinds) > 1 else []))
     few = max((len(each["step"]) for each in series), default=0) <= 2
     dashes = {"strokeDash": encoding.pop("strokeDash")} if "strokeDash" in encoding else {}
     lines = {"mark": {"type": "line", "strokeWidth": 1.8, "clip": True}, "encoding": dashes}
     # What can be hovered over; to be seen only where a line would have no length.
-    points = {"mark": {"type": "point", "filled": True, "size": 45, "opacity": 1 if few else 0, "clip": True}}
+    dot = {"type": "point", "filled": True, "size": 45, "opacity": 1 if few else 0}
+    points = {"mark": dot | {"clip": domain is not None}}
     marks = [{"encoding": encoding, "layer": [lines, points]}]
     marks += [line for name, height in (levels or {}).items() for line in _level(name, height)]
     return Figure(
@@ -171,7 +182,7 @@ def cells(
         "color": {
             "field": "value",
             "type": "quantitative",
-            "title": label,
+            "title": wrap(label, WRAPPED),
             "scale": colour,
             "legend": {"orient": "right", "gradientLength": 70, "titleLimit": 110, "format": ".3~g"},
         },
@@ -181,10 +192,11 @@ def cells(
             {"field": "value", "title": label, "format": ".3~g"},
         ],
     }
-    layers: list[dict[str, Any]] = [{"mark": {"type": "rect", "cornerRadius": 1}, "encoding": encoding}]
+    layers: list[dict[str, Any]] = [{"mark": {"type": "rect"}, "encoding": encoding}]
     if any("defined" in each for each in series):
         encoding["opacity"] = {"condition": {"test": "datum.defined", "value": 1}, "value": 0.55}
-        cross = {"type": "text", "text": "\u00d7", "fontSize": 13, "tooltip": None}
+        size = max(6, min(13, 200 // max(len(names[1]), 1)))  # so that crosses of many layers stay apart
+        cross = {"type": "text", "text": "\u00d7", "fontSize": size, "tooltip": None}
         place = {name: encoding[name] for name in ("x", "y")}
         layers.append({"transform": [{"filter": "!datum.defined"}], "mark": cross, "encoding": place})
     return Figure(
@@ -240,17 +252,32 @@ def trajectory(
 
 def layer_colour(last: int, orient: str = "right") -> dict[str, Any]:
     """Returns the encoding of depth as a colour, for layers 0 to ``last``."""
-    legend = {"orient": orient, "gradientLength": 90, "values": sorted({0, last // 2, last}), "format": "d"}
+    named = range(last + 1) if last < MANY_LAYERS else sorted({0, last // 2, last})
+    legend = {"orient": orient, "gradientLength": 90, "values": [*named], "format": "d"}
     scale = {"domain": [0, max(last, 1)], "range": "ramp", "nice": False}
     return {"field": "layer", "type": "quantitative", "title": "layer", "scale": scale, "legend": legend}
 
 
-def _nominal(name: str, values: Sequence[str], legend: bool) -> dict[str, Any]:
-    columns = 1 if max(map(len, values), default=0) > LONG_NAME else 2
-    shown = {"orient": "bottom", "columns": columns, "labelLimit": LEGEND_WIDTH / columns - SYMBOL_WIDTH}
-    shown |= {"symbolType": "stroke", "symbolSize": 300}
-    found = {"field": name, "type": "nominal", "title": None, "scale": {"domain": list(values)}}
-    return found | {"legend": shown if legend else None}
+def _around(low: float, high: float) -> dict[str, Any]:
+    """Returns the ends of an axis for values that are all the same, for which Vega would write one rounded number."""
+    largest = max(abs(low), abs(high))
+    if high - low > 1e-4 * largest:
+        return {}
+    return {"domain": [low - largest / 10, high + largest / 10] if largest else [0, 1]}
+
+
+def _nominal(name: str, domain: Sequence[str], shown: Sequence[str]) -> dict[str, Any]:
+    """Returns the encoding of names as colours or dashes, with a legend of those shown; none: without a legend."""
+    columns = 1 if max(map(len, shown), default=0) > LONG_NAME else 2
+    legend = {"orient": "bottom", "columns": columns, "labelLimit": LEGEND_WIDTH // columns - SYMBOL_WIDTH}
+    legend |= {"symbolType": "stroke", "symbolSize": 300, "values": list(shown)}
+    found = {"field": name, "type": "nominal", "title": None, "scale": {"domain": list(domain)}}
+    return found | {"legend": legend if shown else None}
+
+
+def _dashed(encoding: dict[str, Any]) -> dict[str, Any]:
+    scale = encoding["scale"]
+    return encoding | {"scale": scale | {"range": [DASHES[i % len(DASHES)] for i in range(len(scale["domain"]))]}}
 
 
 def _band(axis: tuple[str, str], values: Sequence[Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from geocont.report.figures import Figure, rows_of
 from geocont.report.records import RunRecord
-from geocont.report.sections import sections, shown_at_first
+from geocont.report.sections import chosen_at_first, sections, shown_at_first
 from geocont.report.series import Fineness
 from geocont.report.themes import LIGHT
 from geocont.report.vega import png
@@ -25,18 +25,24 @@ def write_images(runs: Sequence[RunRecord], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    figures = [figure for section in sections(runs, Fineness()) for figure in shown_at_first(section)]
-    for number, figure in enumerate(figures, 1):
+    found = [
+        (figure, ", ".join(chosen_at_first(section).values()))
+        for section in sections(runs, Fineness())
+        for figure in shown_at_first(section)
+    ]
+    for number, (figure, chosen) in enumerate(found, 1):
         name = re.sub(r"[^\w.-]+", "-", figure.title).strip("-").lower()[:60]
         path = folder / f"{number:02d}-{name}.png"
-        path.write_bytes(_draw(figure))
+        path.write_bytes(_draw(figure, chosen))
         written.append(path)
     return written
 
 
-def _draw(figure: Figure) -> bytes:
+def _draw(figure: Figure, chosen: str) -> bytes:
+    """Draws a figure, with what is chosen on the page below its title."""
     at = f" at step {figure.frames[-1]:,}" if figure.frames else ""
-    spec = figure.spec | {"data": {"name": "rows", "values": rows_of(figure.series)}, "title": figure.title + at}
+    title = {"text": figure.title + at} | ({"subtitle": chosen} if chosen else {})
+    spec = figure.spec | {"data": {"name": "rows", "values": rows_of(figure.series)}, "title": title}
     if spec["width"] == "container":
         spec["width"] = WIDTH
     return png(spec, LIGHT | {"background": "white"})

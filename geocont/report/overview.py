@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ def overview_table(runs: Sequence[RunRecord]) -> Table:
         ["status", *(str(run.manifest.get("status", "unknown")) for run in runs)],
         ["experiment", *(str(run.manifest.get("experiment", "-")) for run in runs)],
         ["seed", *(str(run.manifest.get("seed", "-")) for run in runs)],
-        ["started", *(str(run.manifest.get("created", "-")) for run in runs)],
+        ["started", *(_without_fraction(run.manifest.get("created", "-")) for run in runs)],
         ["last step", *(str(run.rows[-1]["step"] if run.rows else "-") for run in runs)],
         ["rows", *(str(len(run.rows)) for run in runs)],
     ]
@@ -56,7 +57,7 @@ def guard_table(runs: Sequence[RunRecord]) -> Table | None:
     """Returns the events of StabilityGuard, None where there are none."""
     fields = ("step", "cause", "value", "bound", "layer", "head", "place")
     body = [
-        [run.name, *(_value(event.get(name)) for name in fields), str(len(event.get("others") or []))]
+        [run.name, *(_value(event.get(name)) for name in fields), _count(event.get("others"))]
         for run in runs
         for event in run.events
     ]
@@ -81,6 +82,14 @@ def _changes(run: RunRecord) -> list[str]:
 
 def _moved(first: float, last: float) -> str:
     return f"{first:.4g} \N{RIGHTWARDS ARROW} {last:.4g}"
+
+
+def _without_fraction(moment: Any) -> str:
+    return re.sub(r"\.\d+", "", str(moment))
+
+
+def _count(value: Any) -> str:
+    return str(len(value)) if isinstance(value, list) else "0"
 
 
 def _value(value: Any) -> str:

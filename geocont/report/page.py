@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from geocont import __version__
 from geocont.report.figures import Figure
 from geocont.report.overview import Table, config_differences, guard_table, overview_table
 from geocont.report.records import RunRecord
-from geocont.report.sections import Section, sections, shown_at_first
+from geocont.report.sections import Section, chosen_at_first, sections, shown_at_first
 from geocont.report.series import Fineness
 from geocont.report.themes import DARK, LIGHT
 from geocont.report.vega import javascript
@@ -113,17 +114,20 @@ def _runs(runs: Sequence[RunRecord]) -> str:
 
 
 def _section(section: Section, numbers: Mapping[int, int]) -> str:
-    first = {id(figure) for figure in shown_at_first(section)}
+    first, chosen = {id(figure) for figure in shown_at_first(section)}, chosen_at_first(section)
     selects = "".join(
         f'<label>{_text(name)} <select name="{_text(name)}" autocomplete="off">'
-        + "".join(f"<option>{_text(option)}</option>" for option in options)
+        + "".join(
+            f"<option{' selected' if option == chosen[name] else ''}>{_text(option)}</option>" for option in options
+        )
         + "</select></label>"
         for name, options in section.selects.items()
         if len(options) > 1
     )
     figures = "".join(_figure(figure, numbers[id(figure)], id(figure) in first) for figure in section.figures)
     bar = f'<div class="selects">{selects}</div>' if selects else ""
-    return f'<p>{_text(section.text)}</p>{bar}<div class="figures">{figures}</div>'
+    none = '<p class="none" role="status" hidden>Nothing was logged for this choice.</p>' if selects else ""
+    return f'<p>{_text(section.text)}</p>{bar}{none}<div class="figures">{figures}</div>'
 
 
 def _figure(figure: Figure, number: int, shown: bool) -> str:
@@ -141,8 +145,8 @@ def _table(table: Table | None, otherwise: str) -> str:
     head = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in table.header)
     body = "".join(
         "<tr>"
-        + f'<th scope="row">{_text(row[0])}</th>'
-        + "".join(f"<td>{_text(cell)}</td>" for cell in row[1:])
+        + f'<th scope="row">{_breakable(row[0])}</th>'
+        + "".join(f"<td>{_breakable(cell)}</td>" for cell in row[1:])
         + "</tr>"
         for row in table.body
     )
@@ -178,6 +182,11 @@ def _plain(figure: Figure) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     return html.escape(str(value), quote=True)
+
+
+def _breakable(value: Any) -> str:
+    """Returns text that breaks after dots, slashes and the like, rather than within words."""
+    return re.sub(r"([./_=,](?=[A-Za-z]))", r"\1<wbr>", _text(value))
 
 
 def _anchor(title: str) -> str:

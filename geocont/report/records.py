@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 
 from geocont.errors import UserError
+from geocont.report.names import name_apart
 from geocont.runs.directory import CONFIG_FILE, MANIFEST_FILE, read_manifest
 from geocont.runs.store import ARRAYS_FOLDER, METRICS_FILE, read_all_arrays, read_metrics
 
@@ -80,10 +81,14 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
             raise UserError(f"{path} is not a directory; give the directories of runs, such as runs/mlp/res_relu/*")
         if resolved.count(real) > 1:
             raise UserError(f"{path} is given more than once")
-    runs = [read_run(path, name) for path, name in zip(paths, _names(resolved), strict=True)]
+    found = [read_run(path, str(path)) for path in paths]
+    names = name_apart(resolved, [run.manifest for run in found])
+    runs = [replace(run, name=name) for run, name in zip(found, names, strict=True)]
     if not any(run.manifest or run.rows or run.arrays for run in runs):
         given = ", ".join(map(str, paths[:3])) + (" ..." if len(paths) > 3 else "")
-        raise UserError(f"{given}: no {MANIFEST_FILE}, {METRICS_FILE} or {ARRAYS_FOLDER}/ of a run is in there")
+        raise UserError(
+            f"{given}: no readable {MANIFEST_FILE}, {METRICS_FILE} or {ARRAYS_FOLDER}/ of a run is in there"
+        )
     return runs
 
 
@@ -92,7 +97,7 @@ def read_run(path: Path, name: str) -> RunRecord:
     problems: list[str] = []
     manifest = _attempt(problems, MANIFEST_FILE, lambda: read_manifest(path), {})
     config = _attempt(problems, CONFIG_FILE, lambda: _config(path / CONFIG_FILE), {})
-    rows = _attempt(problems, METRICS_FILE, lambda: read_metrics(path), [])
+    rows = [_numbers(row) for row in _attempt(problems, METRICS_FILE, lambda: read_metrics(path), [])]
     arrays = _attempt(problems, f"{ARRAYS_FOLDER}/", lambda: read_all_arrays(path), {})
     events = _attempt(problems, GUARD_FILE, lambda: _events(path / GUARD_FILE), [])
     problems += [*_ending(manifest), *_gaps(rows, arrays), *_silent(config, rows)]
@@ -117,6 +122,13 @@ def _attempt(problems: list[str], what: str, read: Callable[[], Any], otherwise:
     except Exception as error:  # whatever a broken file makes a reader raise
         problems.append(f"{what} cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:120]}).")
     return otherwise
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row with None for what is not a finite number, whoever has written it."""
+    return {
+        key: value if isinstance(value, int | float) and math.isfinite(value) else None for key, value in row.items()
+    }
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -183,15 +195,6 @@ def _silent(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> lis
         name for name, begin in CALLBACKS.items() if name in on and not any(key.startswith(begin) for key in keys)
     ]
     return [f"callbacks.{name} was on and has logged nothing." for name in silent] if rows else []
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Returns the shortest ends of paths that differ, the same number of parts for all of them."""
-    for parts in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-parts:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
 
 
 def finite(value: float) -> float | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from geocont.report.figures import Choice, Figure, cells, curves, trajectory
+from geocont.report.figures import Figure, cells, curves, trajectory
 from geocont.report.records import RunRecord
 from geocont.report.series import (
     SIDE,
@@ -51,8 +51,8 @@ MEASURES = {
 }
 #: How far and which way weights have gone, key without its projection -> label.
 WAYS = {
-    "update/relative_norm": "norm of W - W0, relative to that of W0",
-    "weight/cumulative_alignment": "v1 of W and of the sum of gradients, |cos|",
+    "update/relative_norm": "|W - W0| / |W0|",
+    "weight/cumulative_alignment": "cumulative alignment, |cos|",
 }
 ATTENTION = {
     "entropy": "entropy, 1 = uniform",
@@ -69,7 +69,7 @@ SPECTRA = {
     "sigma_min": "smallest singular value",
     "condition": "condition number",
     "stable_rank": "stable rank",
-    "gram_off_diagonal": "off-diagonal norm of the Gram matrix",
+    "gram_off_diagonal": "off-diagonal norm of Gram matrix",
     "column_norm_min": "smallest column norm",
     "column_norm_max": "largest column norm",
 }
@@ -121,16 +121,16 @@ def loss_and_speed(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
         key for run in runs for beginning in ("lr/", "train/", "val/", "throughput/") for key in run.keys(beginning)
     }
     labels |= {key: in_words(key) for key in sorted(found) if key not in labels}
-    figures = [
-        curves(key, label, series) for key, label in labels.items() if (series := curves_of(runs, key, fineness))
-    ]
+    names = [run.name for run in runs]
+    found_series = {key: curves_of(runs, key, fineness) for key in labels}
+    figures = [curves(key, label, found_series[key], names) for key, label in labels.items() if found_series[key]]
     text = "Curves have a logarithmic step axis: what happens early is what tells runs apart."
     return Section("Loss and speed", text, figures)
 
 
 def continuity(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
     """The measures of neighbouring layers, mean over pairs, with chance levels."""
-    figures = []
+    figures, names = [], [run.name for run in runs]
     families = [name for name in FAMILIES if any(run.keys(f"{name}/v1/") for run in runs)]
     for family in families:
         for projection in projections_of(runs, f"{family}/v1/"):
@@ -141,7 +141,7 @@ def continuity(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
                     domain = None if measure == "gap" else [-1, 1] if signed(series) else [0, 1]
                     levels = chance_levels(runs, family, measure, projection)
                     choice = {"Of": [FAMILIES[family]], "Measure": [label, *expected_side(measure, projection)]}
-                    figures.append(curves(key, label, series, domain=domain, levels=levels, choice=choice))
+                    figures.append(curves(key, label, series, names, domain=domain, levels=levels, choice=choice))
     selects = {"Of": [FAMILIES[name] for name in families], "Measure": options_of(figures, [SIDE, *MEASURES.values()])}
     text = (
         "How the matrices of adjacent layers line up: mean over all pairs of layers. Theory expects v1 to be high where"
@@ -184,7 +184,7 @@ def heat_maps(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
 
 def ways(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
     """How far the weights have gone from where they started, and whether the gradients' sum tells the direction."""
-    figures = []
+    figures, names = [], [run.name for run in runs]
     for key, label in WAYS.items():
         for projection in projections_of(runs, f"{key}/"):
             series = curves_of(runs, f"{key}/{projection}", fineness)
@@ -192,11 +192,11 @@ def ways(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
             if key.endswith("alignment"):
                 options |= {"domain": [0, 1], "levels": chance_levels(runs, "weight", "v1", projection)}
             if series:
-                figures.append(curves(f"{key}/{projection}", label, series, **options))
+                figures.append(curves(f"{key}/{projection}", label, series, names, **options))
     selects = {"Measure": options_of(figures, list(WAYS.values()))}
     text = (
-        "Mean over layers. Alignment compares the leading input direction of a matrix with that of the sum of its"
-        " gradients, where full tables are computed. Dotted: the level of unrelated random matrices."
+        "Means over layers. Relative norm: how far the matrices are from where they started. Alignment: v1 of a matrix"
+        " and of the sum of its gradients, at the steps of full tables. Dotted: the level of unrelated random matrices."
     )
     return Section("Way of the weights", text, figures, selects)
 
@@ -230,13 +230,13 @@ def trajectories(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
 
 def attention(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
     """Entropy, saturation and logits of attention: over training, by layer, and by head."""
-    figures = []
+    figures, names = [], [run.name for run in runs]
     for measure, label in ATTENTION.items():
         choice = {"Measure": [label, *([BOTH] if measure in ATTENTION_FIRST else [])]}
         for part in ("mean", "worst_head"):
             series = curves_of(runs, f"softmax/{measure}/{part}", fineness)
             if series:
-                figures.append(curves(f"softmax/{measure}/{part}", label, series, choice=choice))
+                figures.append(curves(f"softmax/{measure}/{part}", label, series, names, choice=choice))
         for run in runs:
             layers = [
                 each | {"layer": int(key.rsplit("_", 1)[1])}
@@ -297,12 +297,12 @@ def spectra(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
                 figures.append(cells(projection, "value", series, **axes, frames=steps, domain=None, choice=choice))
     names = list(dict.fromkeys(figure.choice["Run"][0] for figure in figures))
     selects = {"Run": names, "Measure": options_of(figures, [*SPECTRA.values(), leading])}
-    return Section("Spectra of the weights", "One curve for each layer.", figures, selects)
+    return Section("Spectra of the weights", "A curve, or a row of cells, for each layer.", figures, selects)
 
 
 def optimizer(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
     """How good the steps of Manifold Muon were, and how well its constraints held."""
-    figures = []
+    figures, names = [], [run.name for run in runs]
     for measure, label in OPTIMIZER.items():
         found = {key.split("/")[2].removesuffix("_worst") for run in runs for key in run.keys(f"optim/{measure}/")}
         for module in sorted(found):
@@ -313,10 +313,11 @@ def optimizer(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
             ]
             positive = all(value is None or value > 0 for each in series for value in each["value"])
             scale: Any = "log" if measure.endswith("residual") and positive else "linear"
-            figures.append(curves(f"optim/{measure}/{module}", label, series, dash="kind", scale=scale))
+            if series:
+                figures.append(curves(f"optim/{measure}/{module}", label, series, names, dash="kind", scale=scale))
     series = curves_of(runs, "optim/skipped_steps", fineness)
     if series and any(value for each in series for value in each["value"]):
-        figures.append(curves("optim/skipped_steps", "steps left out so far", series))
+        figures.append(curves("optim/skipped_steps", "steps left out so far", series, names))
     text = (
         "The certified share is what a step surely reached of the best descent under its constraint (1 is optimal);"
         " residuals say how far weights are from their manifold, and steps from its tangent space."
@@ -324,11 +325,19 @@ def optimizer(runs: Sequence[RunRecord], fineness: Fineness) -> Section:
     return Section("Optimizer", text, figures)
 
 
+def chosen_at_first(section: Section) -> dict[str, str]:
+    """Returns select -> option that is chosen at first: the first ones, or, where they show nothing, a figure's."""
+    first = {label: options[0] for label, options in section.selects.items()}
+    if any(_is_shown(figure, first) for figure in section.figures):
+        return first
+    return {label: section.figures[0].choice[label][0] for label in first}
+
+
 def shown_at_first(section: Section) -> list[Figure]:
-    """Returns the figures of a section that the first options of its selects show."""
-    first: Choice = {label: options[:1] for label, options in section.selects.items()}
-    return [
-        figure
-        for figure in section.figures
-        if all(set(figure.choice.get(label, options)) & set(options) for label, options in first.items())
-    ]
+    """Returns the figures of a section that are shown before anything is chosen."""
+    chosen = chosen_at_first(section)
+    return [figure for figure in section.figures if _is_shown(figure, chosen)]
+
+
+def _is_shown(figure: Figure, chosen: Mapping[str, str]) -> bool:
+    return all(option in figure.choice.get(label, [option]) for label, option in chosen.items())

@@ -25,11 +25,11 @@ class Fineness:
 
 
 def curves_of(runs: Sequence[RunRecord], key: str, fineness: Fineness, named: bool = True) -> list[Series]:
-    """Returns a key over training, a series for each run that has it, with its name unless told otherwise."""
+    """Returns a key over training, a series for each run that has values of it, with its name unless told otherwise."""
     found = []
     for run in runs:
         steps, values = run.curve(key)
-        if steps:
+        if any(value is not None for value in values):
             kept = thin(list(range(len(steps))), fineness.points)
             numbers = [None if values[i] is None else finite(values[i]) for i in kept]  # type: ignore[arg-type]
             series: Series = {"run": run.name} if named else {}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 FONT = "system-ui, DejaVu Sans, sans-serif"
-DASHES = [[1, 0], [7, 3], [2, 2], [8, 3, 2, 3], [12, 4], [4, 2, 1, 2, 1, 2]]
+#: One fewer than there are colours, so that thirty runs differ in one or the other.
+DASHES = [[1, 0], [7, 3], [2, 2], [8, 3, 2, 3], [12, 4]]
 
 
 def _theme(ink: str, soft: str, grid: str, colours: list[str], ramp: list[float]) -> dict[str, Any]:
@@ -14,6 +15,7 @@ def _theme(ink: str, soft: str, grid: str, colours: list[str], ramp: list[float]
         "background": "transparent",
         "font": FONT,
         "axis": axis | {"labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": 600, "titleLimit": 215},
+        "axisY": {"minExtent": 30},  # so that plots below each other are of one width
         "legend": {
             "offset": 6,
             "layout": {"bottom": {"direction": "vertical", "anchor": "start"}},
@@ -22,7 +24,7 @@ def _theme(ink: str, soft: str, grid: str, colours: list[str], ramp: list[float]
             "labelFontSize": 11,
             "titleFontSize": 11,
         },
-        "title": {"color": ink, "fontSize": 13},
+        "title": {"color": ink, "fontSize": 13, "subtitleColor": ink},
         "view": {"stroke": grid},
         "text": {"color": ink},
         "scale": {"continuousPadding": 0},

@@ -7,10 +7,12 @@ import os
 import platform
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
 LAST_CHECKPOINT = "last.ckpt"
 PATIENCE = 300.0  # seconds that a process waits for another one's run directory, on a disk that may lag
+LOCK_FILE = ".lock"
+#: What a run's directory holds before training begins; W&B's folder too, which has no row then.
+BARE = {LOCK_FILE, CONFIG_FILE, MANIFEST_FILE, "wandb"}
 PACKAGES = ("geocont", "torch", "lightning", "torchmetrics", "wandb", "datasets", "numpy")
 
 
@@ -56,7 +61,9 @@ class RunDirectory:
     def __init__(self, path: Path, run_id: str) -> None:
         self.path = path
         self.run_id = run_id
-        self._lock = FileLock(path / ".lock", timeout=0)
+        self._lock = FileLock(path / LOCK_FILE, timeout=0)
+        self._made: list[Path] = []  # folders that this process has made, the innermost first
+        self._was_empty = False
 
     @classmethod
     def create(cls, options: RunOptions) -> RunDirectory:
@@ -72,11 +79,13 @@ class RunDirectory:
         path = Path(options.dir) if options.dir else Path(options.root) / options.experiment / name
         if (path / MANIFEST_FILE).exists():
             raise UserError(f"run.dir: {path} holds a run already; continue it with --resume {path}, or name another")
+        run = cls(path, run_id)
+        run._made = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
+            run._was_empty = not any(path.iterdir())
         except OSError as error:
             raise UserError(f"run.root: {path} cannot be made: {error.strerror}") from error
-        run = cls(path, run_id)
         run.lock()
         return run
 
@@ -122,8 +131,26 @@ class RunDirectory:
         """Lets other processes in."""
         self._lock.release()
 
+    def remove_if_bare(self) -> None:
+        """Removes what this process wrote of a run that never began, and the folders that it made for it.
+
+        A checkpoint, a row, or a file of the user's keeps all of it.
+        """
+        try:
+            entries = list(self.path.iterdir())
+            if not self._was_empty or not {entry.name for entry in entries} <= BARE:
+                return
+            for entry in entries:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            for folder in self._made:
+                folder.rmdir()  # fails where another run is in it by now
+        except OSError:
+            pass  # what cannot be removed may stay
+
     def close_abandoned(self, error: str) -> None:
         """Marks the run as failed where the process that held it has died without a word (killed, say)."""
+        if not (self.path / MANIFEST_FILE).exists():
+            return  # it never began, and is removed
         try:
             self.lock()
         except UserError:
@@ -181,7 +208,7 @@ def describe_environment() -> dict[str, Any]:
     """Returns what a run ran on: command, versions, code version and hardware."""
     return {
         "command": shlex.join(["geocont", *sys.argv[1:]]),
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "created": datetime.now().astimezone().isoformat(timespec="milliseconds"),  # runs may start in one second
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "git": _git_state(Path(__file__).parent),
         "hardware": _hardware(),

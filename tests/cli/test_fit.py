@@ -16,6 +16,7 @@ from tests.conftest import SMALL, same, weights_of
 
 Command = Callable[..., tuple[int, str, str]]
 Fit = Callable[..., Path]
+BEGUN = ("mine/.lock", "mine/config.yaml", "mine/manifest.json")
 EVERY = ("--callbacks.gradient_coherence.every_n_steps=1", "--callbacks.weight_continuity.every_n_steps=1")
 
 
@@ -321,3 +322,41 @@ def test_an_offline_wandb_run_holds_every_key_on_the_step_axis(fit: Fit) -> None
     assert found["config"]["manifest"]["data"]["class"] == "geocont.data.images.Digits"
     assert found["config"]["model"]["init_args"]["network"]["width"] == 24
     assert run_file(run).stem == f"run-{json.loads((run / 'manifest.json').read_text())['run_id']}"
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        (["--data.batch_size=5000"], set()),
+        (["--callbacks.weight_continuity.every_n_steps=0"], set()),
+        (["--data.batch_size=5000", "--run.dir=there/it/is"], set()),
+        (["--data.batch_size=5000", "--run.dir=empty"], {"empty"}),
+        (["--data.batch_size=5000", "--run.dir=mine"], {"mine", "mine/notes.txt", *BEGUN}),
+    ],
+)
+def test_a_launch_that_never_trained_leaves_nothing_behind(
+    geocont: Command, folder: Path, options: list[str], left: set[str]
+) -> None:
+    """Each misspelt path or wrong size left a directory that globs for reports met, and that refused the next try."""
+    for name in sorted(left - set(BEGUN)):
+        (folder / name).write_text("mine") if "." in name else (folder / name).mkdir()
+    online = [part for part in SMALL if part != "--logger.wandb=null"]
+    assert geocont("fit", *online, *steps(1), *options)[0] == 2
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if "wandb" not in path.parts}
+    assert found == left
+
+
+def test_a_launch_that_fails_keeps_what_it_has_computed(geocont: Command, folder: Path) -> None:
+    """A run that ends at its first step has weights, and an error, that somebody wants to look at."""
+
+    class Broken(Exception):
+        """Stands for any error in the middle of training."""
+
+    def fail(*_: object) -> None:
+        raise Broken
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("geocont.modules.ResidualMLPModule.training_step", fail)
+        with pytest.raises(Broken):
+            geocont("fit", *SMALL, *steps(1), "--run.dir=run")
+    assert json.loads((folder / "run/manifest.json").read_text())["status"] == "failed"

@@ -35,7 +35,7 @@ def test_errors_are_one_line_with_the_way_out(geocont: Command, folder: Path, mo
     assert "did you mean --format?" in geocont("report", "run", "--fromat=png")[2]
     status, _, err = geocont("report", "run")
     assert status == 2
-    assert err == "geocont: error: run: no manifest.json, metrics.jsonl or arrays/ of a run is in there\n"
+    assert err == "geocont: error: run: no readable manifest.json, metrics.jsonl or arrays/ of a run is in there\n"
     (folder / "run/metrics.jsonl").write_text('{"step": 0, "train/loss": 1.0}\n')
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     status, _, err = geocont("report", "run")

@@ -19,6 +19,32 @@ OPTIONS = (
     *("--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe", "about:blank"),
 )
 
+#: Walks the scenes that Vega has drawn; crosses of heat maps may touch each other.
+SPOILT_TEXTS = """(() => {
+    const found = [], pen = document.createElement('canvas').getContext('2d');
+    for (const [number, result] of reportDrawn) {
+        const figure = document.getElementById(`figure-${number}`), texts = [];
+        if (!result || figure.hidden) continue;
+        const say = (what, text) => found.push(`${figure.querySelector('figcaption').textContent}: ${what}: ${text}`);
+        const {clientWidth: width, clientHeight: height} = figure.querySelector('canvas');
+        const walk = (mark, x, y) => (mark.items ?? []).forEach((item) => {
+            const inner = mark.marktype === 'group' ? item.items : [];
+            inner.forEach((each) => walk(each, x + (item.x ?? 0), y + (item.y ?? 0)));
+            if (mark.marktype !== 'text' || !item.text || item.text === '\\u00d7' || item.opacity === 0) return;
+            pen.font = `${item.fontWeight ?? 400} ${item.fontSize ?? 11}px ${item.font ?? 'sans-serif'}`;
+            const lines = [item.text].flat().map(String), {x1, y1, x2, y2} = item.bounds;
+            if (item.limit && lines.some((line) => pen.measureText(line).width > item.limit)) say('limit', lines);
+            const box = [x1 + x, y1 + y, x2 + x, y2 + y];
+            if (box[0] < -1 || box[1] < -1 || box[2] > width + 1 || box[3] > height + 1) say('edge', lines);
+            for (const [other, each] of texts)
+                if (Math.min(box[2], each[2]) - Math.max(box[0], each[0]) > 1.5 &&
+                    Math.min(box[3], each[3]) - Math.max(box[1], each[1]) > 2.5) say('overlap', [other, lines]);
+            texts.push([lines, box]);
+        });
+        walk(result.view.scenegraph().root, ...result.view.origin());
+    }
+    return found; })()"""
+
 
 def find_chromium() -> str | None:
     """Returns the command of a Chromium: GEOCONT_CHROMIUM, or one on the path."""
@@ -63,6 +89,18 @@ class Page:
             !document.querySelector('figure[data-number]:not([hidden]):not([data-drawn])')
             ? done() : setTimeout(look, 20); look(); })"""
         )
+
+    def spoilt_texts(self) -> list[str]:
+        """Returns what is cut by a limit or an edge, or overlaps something, among the texts of the figures shown."""
+        return self.evaluate(SPOILT_TEXTS)  # type: ignore[no-any-return]
+
+    def choose(self, select: int, option: int) -> None:
+        """Chooses an option of a select, both by number, and waits until what it shows is drawn."""
+        self.evaluate(
+            f"""(() => {{ const each = document.querySelectorAll('select')[{select}]; each.selectedIndex = {option};
+            each.dispatchEvent(new Event('change', {{bubbles: true}})) }})()"""
+        )
+        self.settle()
 
     def screenshot(self, path: Path) -> None:
         """Writes the whole page as PNG."""

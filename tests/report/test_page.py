@@ -19,6 +19,7 @@ from tests.report.browser import Page, chromium, find_chromium
 pytest.importorskip("vl_convert", reason="the extra geocont[report] is not installed")
 CHROMIUM = find_chromium()
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: set GEOCONT_CHROMIUM or put one on the PATH")
+OPTIONS = "[...document.querySelectorAll('select')].map((each) => each.options.length)"
 EVIL = '</script><script>document.title="broken"</script><img src=x onerror="document.title=1"> & "\''
 
 
@@ -67,14 +68,9 @@ def test_every_figure_is_drawn_whatever_is_chosen_without_a_word_or_a_request(br
     shown = browser.evaluate("document.querySelectorAll('figure:not([hidden])').length")
     drawn = browser.evaluate("document.querySelectorAll('figure:not([hidden]) canvas').length")
     assert shown == drawn > 20
-    options = browser.evaluate("[...document.querySelectorAll('select')].map((each) => each.options.length)")
-    for number, count in enumerate(options):
+    for number, count in enumerate(browser.evaluate(OPTIONS)):
         for option in range(1, count):
-            choose = f"each = document.querySelectorAll('select')[{number}]; each.selectedIndex = {option};"
-            browser.evaluate(
-                f"(() => {{ const {choose} each.dispatchEvent(new Event('change', {{bubbles: true}})) }})()"
-            )
-            browser.settle()
+            browser.choose(number, option)
     canvases = """[...document.querySelectorAll('figure:not([hidden])')].filter((figure) => {
         const canvas = figure.querySelector('canvas'), {width, height} = canvas;
         return canvas.getContext('2d').getImageData(0, 0, width, height).data.every((byte) => byte === 0) }).length"""
@@ -134,6 +130,51 @@ def test_nothing_in_a_run_becomes_part_of_the_page(browser: Page, copy_of: Calla
     assert browser.evaluate("document.title") == "<b>evil&, plain - geocont report"
     assert browser.evaluate("document.querySelectorAll('img, main b').length") == 0
     assert browser.messages == []
+
+
+@needs_browser
+def test_no_text_is_cut_or_written_over_another(browser: Page, copy_of: Callable[..., Path], tmp_path: Path) -> None:
+    """The ends of long names, by which runs differ, were cut from legends, and long labels from their axes."""
+    long = "a-name-that-nobody-should-have-given-to-a-run-which-ends-with-seed-{}"
+    paths = [copy_of("gpt2", long.format(1)), copy_of("gpt2", long.format(2)), copy_of("mlp", "short")]
+    path = tmp_path / "report.html"
+    path.write_text(render(read_runs(paths)), encoding="utf-8")
+    for width in (1280, 360):
+        browser.open(path, width=width)
+        spoilt = set(browser.spoilt_texts())
+        if width == 1280:
+            for number, count in enumerate(browser.evaluate(OPTIONS)):
+                for option in (*range(count), 0):
+                    browser.choose(number, option)
+                    spoilt |= set(browser.spoilt_texts())
+        assert spoilt == set()
+
+
+@needs_browser
+def test_what_is_chosen_is_shown_or_said_to_be_missing(
+    browser: Page, copy_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A select with one option is left out, and then whatever was chosen beside it hid all figures."""
+    run = copy_of("gpt2", "weights only")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    others = ("gradient/", "cumulative/", "update/")
+    rows = [{key: value for key, value in row.items() if not key.startswith(others)} for row in rows]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = tmp_path / "report.html"
+    path.write_text(render(read_runs([copy_of("mlp", "first"), run])), encoding="utf-8")
+    browser.open(path)
+    for section in ("continuity-through-depth", "spectra-of-the-weights"):
+        assert browser.evaluate(f"document.querySelectorAll('#{section} figure:not([hidden])').length"), section
+    path.write_text(render(read_runs([run])), encoding="utf-8")
+    browser.open(path)
+    shown = (
+        "[document.querySelectorAll('#{0} figure:not([hidden])').length, document.querySelector('#{0} .none').hidden]"
+    )
+    for option in (1, 2):
+        browser.choose(0, option)
+        count, quiet = browser.evaluate(shown.format("continuity-through-depth"))
+        assert count > 0, option
+        assert quiet
 
 
 def test_png_has_an_image_for_each_figure_shown_at_first(trained: dict[str, Path], tmp_path: Path) -> None:

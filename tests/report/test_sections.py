@@ -87,6 +87,28 @@ def test_a_curve_of_one_value_is_a_point_and_gaps_stay_gaps() -> None:
     assert curves("t", "l", [{"run": "a", "step": [0], "value": [None]}]).about == "l: no values."
 
 
+def test_a_run_has_one_colour_in_all_figures(trained: dict[str, Path]) -> None:
+    """A run that alone has a measure was drawn in the first run's colour, without a name."""
+    runs = read_runs([trained["mlp"], trained["gpt2"]])
+    scales, legends = set(), {}
+    for section in sections(runs, Fineness()):
+        for figure in section.figures:
+            colour = figure.spec["layer"][0].get("encoding", {}).get("color", {})
+            if colour.get("field") == "run":
+                scales.add(tuple(colour["scale"]["domain"]))
+                legends[figure.title] = colour["legend"]["values"]
+    assert scales == {("mlp", "gpt2")}
+    assert legends["train/loss"] == ["mlp", "gpt2"]
+    assert legends["weight/v1/q"] == ["gpt2"]
+
+
+def test_values_that_are_all_the_same_are_not_rounded_on_their_axis() -> None:
+    """A loss of 5.47 at one step stood beside a mark that said 5."""
+    for value, ends in ((5.471, [4.9239, 6.0181]), (0.0, [0, 1]), (-2.0, [-2.2, -1.8])):
+        figure = curves("t", "l", [{"run": "a", "step": [0, 1], "value": [value, value]}])
+        assert figure.spec["layer"][0]["encoding"]["y"]["scale"]["domain"] == pytest.approx(ends)
+
+
 def test_a_model_of_one_layer_has_no_pairs_and_no_crash(gpt2: RunRecord) -> None:
     arrays = {"weight/v1/q": {0: np.zeros(0)}, "weight/v1_vector/q": {0: np.ones((1, 4))}}
     rows = [{"step": 0, "train/loss": 1.0, "weight/gap/q": 2.0}]

@@ -4,7 +4,7 @@
   const content = JSON.parse(document.getElementById("content").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const slider = document.getElementById("step");
-  const drawn = new Map(); // number of a figure -> what vegaEmbed returned
+  const drawn = (window.reportDrawn = new Map()); // number of a figure -> what vegaEmbed returned
   const failures = (window.reportFailures = []);
   const element = (number) => document.getElementById(`figure-${number}`);
 
@@ -71,8 +71,9 @@
     for (const select of section.querySelectorAll("select")) chosen[select.name] = select.value;
     for (const figure of section.querySelectorAll("figure")) {
       const choice = content.figures[Number(figure.dataset.number)].choice;
-      figure.hidden = Object.entries(choice).some(([name, options]) => !options.includes(chosen[name]));
+      figure.hidden = Object.entries(choice).some(([name, options]) => name in chosen && !options.includes(chosen[name]));
     }
+    section.querySelector(".none").hidden = section.querySelector("figure:not([hidden])") !== null;
   }
   for (const section of document.querySelectorAll("section"))
     for (const select of section.querySelectorAll("select")) select.addEventListener("change", () => choose(section));
