@@ -46,6 +46,8 @@ class GeoContParser(LightningArgumentParser):
             return "; an experiment has one, for example --config conf/experiment/mlp/res_relu.yaml"
         if "did you mean" in message:  # said by a parser further in
             return ""
+        if re.match(r"Parser key .callbacks\.\w+.:", message) and "dot import path string" in message:
+            return "; its options are given one by one, and null turns it off"
         choices = [choice for found in _LITERAL.finditer(message) for choice in re.findall(r"[\w.-]+", found[1])]
         value = re.search(r"(?:Got|Given) value: (.+)$", message)
         if choices and value:
@@ -59,11 +61,12 @@ class GeoContParser(LightningArgumentParser):
             last = {key.rsplit(".", 1)[-1] for key in keys}
             return "" if unknown in last else nearest(unknown, last)
         parts = unknown.split(".")
-        for depth in range(len(parts), 1, -1):  # a key may go deeper than those of this parser, into a class's own
+        for depth in range(len(parts), 0, -1):  # a key may go deeper than those of this parser, into a class's own
             beginning = ".".join(parts[:depth])
-            if beginning in keys:
+            known = {".".join(key.split(".")[:depth]) for key in keys if key.count(".") >= depth - 1}
+            if beginning in known:
                 break
-            hint = nearest(beginning, {key for key in keys if key.count(".") == depth - 1})
+            hint = nearest(beginning, known)
             if hint:
                 return hint
         return ""
@@ -88,8 +91,9 @@ def essence(message: str) -> str:
         if found := _GIVEN.match(line):
             nested, value = found["key"], found["value"] or value
         elif found := _EXPECTED.match(line):
-            types.append(found["type"])
-            value = found["value"] or value
+            kind, _, text = found["type"].partition(": ")
+            types.append(kind)
+            value = found["value"] or value or text or None
         elif told and told[-1].endswith(":"):
             told[-1] += f" {line}"
         elif (text := _plain(line)) not in told:
@@ -130,7 +134,7 @@ def _unknown(message: str) -> str | None:
 
 def _either(types: list[str]) -> str:
     """Returns ``int or one of 'a', 'b'``; a class is what is left where nothing simpler would do."""
-    simple = [each for each in types if not each.startswith("dot import path string")]
+    simple = [each for each in types if each != "dot import path string"]
     choices = ", ".join(found[1] for each in simple if (found := _LITERAL.fullmatch(each)))
     names = [_CLASS.sub(r"\1", each).replace("typing.", "") for each in simple if not _LITERAL.fullmatch(each)]
     shown = [*names, *([f"one of {choices}"] if choices else [])]

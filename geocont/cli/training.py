@@ -60,6 +60,10 @@ def run(command: str, arguments: Sequence[str]) -> int:
         if "loading state_dict" in str(error):
             raise UserError(f"ckpt_path: the checkpoint does not fit the model: {essence(str(error))[:300]}") from error
         raise _users_own(error) or error from None
+    except ValueError as error:  # Lightning's, about a cadence that does not fit the data
+        if "val_check_interval" in str(error):
+            raise UserError(f"trainer.val_check_interval: {essence(str(error))}") from error
+        raise _users_own(error) or error from None
     except MisconfigurationException as error:
         raise _users_own(error) or UserError(essence(str(error))) from error
     except Exception as error:
@@ -110,8 +114,8 @@ class GeoContCLI(LightningCLI):
             raise UserError(f"ckpt_path: {checkpoint} is not there")
         if checkpoint is None and self.config.subcommand != "fit":
             rank_zero_info(
-                f"geocont {self.config.subcommand}: the weights are those the model starts with; --ckpt_path=FILE loads"
-                " others, such as RUN/checkpoints/last.ckpt"
+                f"geocont: warning: {self.config.subcommand}: the weights are those the model starts with;"
+                " --ckpt_path=FILE loads others, such as RUN/checkpoints/last.ckpt"
             )
         if options.resume is None:
             return
@@ -158,10 +162,12 @@ class GeoContCLI(LightningCLI):
             super().instantiate_classes()
         except BaseException as error:
             self._close_run({"status": "failed", "error": _told(error)})
-            if isinstance(error, Exception) and _users_own(error) is None:
-                # Parser, Trainer and classes say what they cannot take in exceptions of many kinds.
-                raise UserError(f"{type(error).__name__}: {essence(str(error))}") from error
-            raise
+            if not isinstance(error, Exception):
+                raise
+            own = _users_own(error)
+            # Parser, Trainer and classes say what they cannot take in exceptions of many kinds.
+            told = str(own) if own else f"{type(error).__name__}: {essence(str(error))}"
+            raise UserError(located(told, self.config[self.config.subcommand])) from error
 
     def _parse_ckpt_path(self) -> None:
         """Checks a checkpoint before anything is built, and leaves a resumed run its own configuration."""
@@ -232,6 +238,8 @@ class GeoContCLI(LightningCLI):
             self._close_run(outcome | {"step": self.trainer.global_step, "epoch": self.trainer.current_epoch})
         if self.is_main_process:
             print_summary(directory.path)
+            if self.resumed_at == self.trainer.global_step:
+                print("  nothing was trained: the run had reached its end; --trainer.max_steps or max_epochs move that")
 
     def _describe_to_wandb(self) -> None:
         if self.wandb_logger is not None:
@@ -239,6 +247,21 @@ class GeoContCLI(LightningCLI):
             config = self._parser("fit").dump(self.config.fit, format="json")
             manifest = self.run_directory.manifest
             self.wandb_logger.add_config({**json.loads(config), "manifest": manifest})
+
+
+def located(message: str, config: Any) -> str:
+    """Returns what a class says of one of its values, with the whole name of the option that has this value."""
+    options = {key.replace("init_args.", ""): value for key, value in config.items()}
+    found = re.match(r"([\w.]+)( must be .*, got (.+?)(?:;.*)?)$", message)
+    if found:
+        keys = [
+            key
+            for key, value in options.items()
+            if key.endswith(f".{found[1]}") and found[3] in (str(value), repr(value))
+        ]
+        return f"{keys[0]}{found[2]}" if len(keys) == 1 else message
+    named = [name for name in re.findall(r"`(\w+)", message) if f"trainer.{name}" in options]
+    return f"{message} (--trainer.{named[0]}={options[f'trainer.{named[0]}']})" if named else message
 
 
 def _launched() -> tuple[int, int]:

@@ -74,8 +74,8 @@ def _load_from_hub(name: str, splits: tuple[str, ...], config: str | None, optio
         except Exception as error:
             if not online:
                 raise UserError(
-                    f"data.path: the Hugging Face hub is out of reach and {name} is not in the local cache; connect, or"
-                    f" give a folder with {' and '.join(_names(required))}, or unset HF_HUB_OFFLINE if it is set"
+                    f"data.path: {name} is not a folder, the hub is out of reach and {name} is not in the local cache;"
+                    f" connect, or give a folder with {' and '.join(_names(required))}, or unset HF_HUB_OFFLINE if set"
                 ) from error
             if "Config name is missing" in str(error):  # the next line of the message lists them
                 raise UserError(f"data.config: {name} has several; {str(error).splitlines()[1]}") from error

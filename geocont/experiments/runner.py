@@ -249,7 +249,8 @@ class Runner:
         """
         folder = self.folder(job)
         if is_done(folder):
-            return str(read_manifest(folder)["status"])
+            manifest = read_manifest(folder)
+            return f"failed: {manifest.get('error')}" if manifest["status"] == "failed" else str(manifest["status"])
         log = folder / "output.log"
         if status == USER_ERROR_STATUS:
             lines = [

@@ -58,7 +58,7 @@ def changed_most(rows: Sequence[Mapping[str, Any]], count: int) -> list[Change]:
     lasts: dict[str, float] = {}
     for row in rows:
         for key, value in row.items():
-            if value is not None and key.startswith((*SHARES, *SCALES)):
+            if value is not None and key.startswith((*SHARES, *SCALES)) and _is_defined(key, row):
                 firsts.setdefault(key, value)
                 lasts[key] = value
     best: dict[str, Change] = {}
@@ -68,6 +68,12 @@ def changed_most(rows: Sequence[Mapping[str, Any]], count: int) -> list[Change]:
         if change.size >= SMALLEST_CHANGE and (measure not in best or change.size > best[measure].size):
             best[measure] = change
     return sorted(best.values(), key=lambda change: -change.size)[:count]
+
+
+def _is_defined(key: str, row: Mapping[str, Any]) -> bool:
+    """Tells whether a measure of leading directions stands on any pair of layers whose directions are defined."""
+    family, measure, name = key.split("/", 2)
+    return measure not in ("v1", "u1") or row.get(f"{family}/defined/{name}") != 0
 
 
 def print_summary(run_dir: Path) -> None:

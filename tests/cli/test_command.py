@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from geocont.conf import find_config
 from geocont.errors import UserError
@@ -222,18 +223,43 @@ def test_two_processes_on_the_processor_make_one_run_and_resume_it(tmp_path: Pat
     [
         (["fit"], "required: fit.model; an experiment has one, for example --config conf/experiment/mlp/res_relu.yaml"),
         (["fit", *SMALL, "--trainer.max_epochs=abc"], "trainer.max_epochs: expected int. Got value: abc"),
-        (["fit", *SMALL, "--model.network.depth=two"], "model: network.depth: expected int. Got value: two"),
-        (["fit", *SMALL, "--trainer.precision=33"], "Got value: 33"),
+        (["fit", *SMALL, "--model.network.depth=two"], "model.network.depth: expected int. Got value: two"),
+        (["fit", *SMALL, "--model.network.depth=0"], "model.network.depth must be at least 1, got 0"),
+        (["fit", *SMALL, "--model.optimizer.lr=x"], "model.optimizer.lr: expected float. Got value: x"),
+        (
+            ["fit", *SMALL, "--model.optimizer=Foo"],
+            "model.optimizer: expected a class, as package.module.Class. Got value: Foo",
+        ),
+        (["fit", *SMALL, "--data.class_path=no.Data"], "data.class_path: class_path 'no.Data': No module named 'no'"),
+        (["fit", *SMALL, "--trainer.precision=bf17"], "'32', '16', 'bf16'. Got value: bf17; did you mean bf16?"),
+        (["fit", *SMALL, "--trainer.devices=x"], "should be an int > 0. (--trainer.devices=x)"),
+        (["fit", *SMALL, "--data.batchsize=5"], "data.batchsize is not an option; did you mean batch_size?"),
+        (["fit", *SMALL, "--callbacks.weight_continuity=true"], "given one by one, and null turns it off"),
+        (["fit", *SMALL, "--config=c.yaml"], "trainer.max_epoch is not an option; did you mean trainer.max_epochs?"),
+        (
+            ["fit", *SMALL, "--trainer.val_check_interval=4000"],
+            "`val_check_interval` (4000)",
+        ),
     ],
 )
 def test_a_refused_option_is_named_with_its_value(
-    geocont: Callable[..., tuple[int, str, str]], options: list[str], told: str
+    geocont: Callable[..., tuple[int, str, str]], folder: Path, options: list[str], told: str
 ) -> None:
     """What a newcomer types first, or types wrong, was answered without the value or the way out."""
+    (folder / "c.yaml").write_text("trainer: {max_epoch: 3}\n")
     status, _, err = geocont(*options)
     assert status == 2
     assert told in err
     assert err.count("\n") == 1
+
+
+def test_null_reaches_the_options_of_a_class(geocont: Callable[..., tuple[int, str, str]]) -> None:
+    """What a file may say, the command line refused: jsonargparse hands null on to the class as the word None."""
+    status, out, err = geocont(
+        "fit", *SMALL, "--model.network.scale=0.1", "--model.network.scale=null", "--print_config"
+    )
+    assert status == 0, err
+    assert yaml.safe_load(out)["model"]["init_args"]["network"]["scale"] is None
 
 
 def test_evaluation_without_a_checkpoint_says_whose_weights_it_takes(

@@ -38,3 +38,10 @@ def test_summary_says_where_and_how(trained: dict[str, Path], capsys: pytest.Cap
     assert (trained["mlp"] / "plots/weight-v1-hidden.png").exists()
     print_summary(trained["gpt2"])
     assert re.search(r"continuity of weights, mean of 6 projections", capsys.readouterr().out)
+
+
+def test_directions_that_are_none_do_not_count_as_changes() -> None:
+    """An orthonormal matrix has no leading direction: its v1 jumps at random, and was what changed most."""
+    first = {"weight/v1/q": 0.9, "weight/defined/q": 0.0, "weight/v1/k": 0.1, "weight/defined/k": 1.0}
+    last = {"weight/v1/q": 0.01, "weight/defined/q": 0.0, "weight/v1/k": 0.3, "weight/defined/k": 0.3}
+    assert [change.key for change in changed_most([first, last], 5)] == ["weight/v1/k"]
