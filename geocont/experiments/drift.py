@@ -227,6 +227,6 @@ def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> Path:
     draw_curves(panels[1], groups[1], "v1 within the neighbour's top 5", "squared projection", TOP_K / mlp.WIDTH)
     draw_curves(panels[2], groups[2], "s1/s2, mean over layers", "s1/s2", limits=None)
     figure.legend(*panels[0].get_legend_handles_labels(), fontsize=9, ncols=5, loc="outside lower center")
-    figure.suptitle(run_title(f"Residual MLP, 16 x {mlp.WIDTH}", runner, rows) + ", and their range", fontsize=12)
+    figure.suptitle(run_title(f"Residual MLP, 16 x {mlp.WIDTH}", runner, rows, ranges=True), fontsize=12)
     save_figure(figure, path)
     return path

@@ -181,7 +181,7 @@ def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> None:
         draw_curves(axes, groups, label, label, **options)
     _mark_guard(figure.axes[0], rows)
     figure.axes[0].legend(loc="lower left", fontsize=8)
-    figure.suptitle(run_title("GPT-2", runner, rows) + ", and their range", fontsize=12)
+    figure.suptitle(run_title("GPT-2", runner, rows, ranges=True), fontsize=12)
     save_figure(figure, path)
 
 

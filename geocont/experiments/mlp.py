@@ -224,7 +224,7 @@ def _draw(runner: Runner, rows: list[dict[str, Any]], path: Path) -> Path:
         draw_curves(axes, groups, title, "v1 of adjacent layers, |cos|", chance("v1", WIDTH))
         axes.label_outer()
     figure.axes[1].legend(loc="center left", fontsize=9)
-    figure.suptitle(run_title(f"Residual MLP, 16 x {WIDTH}", runner, rows) + ", and their range", fontsize=12)
+    figure.suptitle(run_title(f"Residual MLP, 16 x {WIDTH}", runner, rows, ranges=True), fontsize=12)
     save_figure(figure, path)
     return path
 

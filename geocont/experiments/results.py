@@ -67,12 +67,12 @@ def difference(values: Sequence[float], confidence: float = 0.95) -> tuple[float
     return statistics.fmean(values), float(t.ppf((1 + confidence) / 2, len(values) - 1)) * error
 
 
-def run_title(what: str, runner: Runner, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a figure's title: what was trained, preset, data and number of seeds."""
+def run_title(what: str, runner: Runner, rows: Sequence[Mapping[str, Any]], ranges: bool = False) -> str:
+    """Returns a figure's title: what was trained, preset, data, number of seeds, and whether their range is shown."""
     plan = json.loads((runner.out / PLAN_FILE).read_text(encoding="utf-8"))
     seeds = len({row["seed"] for row in rows})
-    of = f"{seeds} seed{'s' * (seeds > 1)}"
-    return f"{what}, preset {plan['preset']}, {Path(plan['data']).name}: mean of {of}"
+    of = "1 seed" if seeds == 1 else f"mean of {seeds} seeds" + ", and their range" * ranges
+    return f"{what}, preset {plan['preset']}, {Path(plan['data']).name}: {of}"
 
 
 def publish(
