@@ -307,8 +307,21 @@ def _keep_the_terminal_readable() -> None:
     for name in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector"):
         logger = logging.getLogger(f"lightning.pytorch.{name}")
         logger.addFilter(lambda record: not record.getMessage().strip().startswith(chatter))
+    for handler in (*logging.getLogger("lightning.pytorch").handlers, *logging.getLogger("lightning.fabric").handlers):
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(_CurrentStderr())
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=DeprecationWarning)
+
+
+class _CurrentStderr:
+    """Whatever ``sys.stderr`` is by then: a progress bar puts its own in place, so that lines come above it."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def _check_callbacks_package() -> None:

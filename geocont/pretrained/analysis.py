@@ -170,10 +170,6 @@ def _add(analysis: Analysis, result: Result, light: bool) -> None:
     analysis.spectra.append(
         {**base, "layer": entry.depth, "rows": m, "columns": n, "status": status} | spectrum | numbered
     )
-    if result.problem is not None:
-        analysis.notes.append(
-            f"{entry.where} is {result.problem}: {entry.projection} of layer {entry.depth} has no row"
-        )
     if result.pair is not None:
         lower = analysis.spectra[-2]["status"]
         marked = status if status != "ok" else lower
@@ -182,7 +178,39 @@ def _add(analysis: Analysis, result: Result, light: bool) -> None:
         analysis.rows.append(row)
 
 
+def _problem_notes(results: Sequence[Result]) -> list[str]:
+    """Returns a line for each reason for which matrices have no directions, however many of them there are."""
+    notes = []
+    for problem in dict.fromkeys(result.problem for result in results if result.problem is not None):
+        found = [result.entry for result in results if result.problem == problem]
+        if len(found) == 1:
+            entry = found[0]
+            notes.append(f"{entry.where} is {problem}: {entry.projection} of layer {entry.depth} has no row")
+            continue
+        layers: dict[str, list[int]] = {}
+        for entry in found:
+            layers.setdefault(entry.projection, []).append(entry.depth)
+        places: dict[str, list[str]] = {}
+        for projection, depths in layers.items():
+            places.setdefault(_ranges(depths), []).append(projection)
+        where = "; ".join(f"{' '.join(names)} of layers {depths}" for depths, names in places.items())
+        notes.append(f"{len(found)} of {len(results)} matrices are {problem} and have no rows: {where}")
+    return notes
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Returns ``0 to 3, 7`` for 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
 def _summarise(analysis: Analysis, results: Sequence[Result]) -> None:
+    analysis.notes += _problem_notes(results)
     order = list(dict.fromkeys(result.entry.projection for result in results))
     for projection in order:
         ours = [result for result in results if result.entry.projection == projection]

@@ -160,6 +160,8 @@ def find_matrices(checkpoint: Checkpoint, own_map: Path | None = None, fold_norm
 
 
 def _plan(checkpoint: Checkpoint, where: str, own_map: Path | None) -> Plan:
+    if not checkpoint.tensors:
+        raise UserError(f"{where}: there is no tensor in it")
     if own_map is not None:
         return Plan("map", None, _read_map(own_map))
     if checkpoint.kind == "gguf":

@@ -45,13 +45,8 @@ def _header(path: Path) -> tuple[dict[str, Any], int, int]:
             size = path.stat().st_size
             first = file.read(8)
             length = struct.unpack("<Q", first)[0] if len(first) == 8 else None
-            if length is None:
-                raise UserError(f"{path}: not a safetensors file: it has {size} bytes; fetch it again")
-            if length > size - 8 or length > LONGEST_HEADER:
-                raise UserError(
-                    f"{path}: not a whole safetensors file: its header should be {length} bytes long, but the file has"
-                    f" {size}; fetch it again"
-                )
+            if length is None or length > size - 8 or length > LONGEST_HEADER:
+                raise UserError(f"{path}: {_what_else(first + file.read(24), size, length)}")
             text = file.read(length)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -64,6 +59,23 @@ def _header(path: Path) -> tuple[dict[str, Any], int, int]:
     if not isinstance(header, dict):
         raise UserError(f"{path}: not a safetensors file: its header is not a table of tensors")
     return header, 8 + length, size
+
+
+def _what_else(beginning: bytes, size: int, length: int | None) -> str:
+    """Says what a file seems to be whose first eight bytes are no length of a header."""
+    if not size:
+        return "the file is empty; fetch it again"
+    if beginning.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS, not the safetensors file itself; fetch that with `git lfs pull`"
+    text = " ".join(beginning.decode("ascii", errors="replace").split())
+    if text.isprintable() and "\N{REPLACEMENT CHARACTER}" not in text:
+        return f"not a safetensors file: it begins with the text {text!r}; fetch it again"
+    if length is None:
+        return f"not a safetensors file: it has {size} bytes; fetch it again"
+    return (
+        f"not a whole safetensors file, or none at all: its header should be {length} bytes long, but the file has"
+        f" {size}; fetch it again"
+    )
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

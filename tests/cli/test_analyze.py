@@ -94,3 +94,35 @@ def test_help_explains_every_option_without_torch(geocont: Geocont) -> None:
         "--wandb",
     ):
         assert option in out
+
+
+def test_a_model_against_itself_is_one_note(geocont: Geocont, folder: Path) -> None:
+    """The difference of a model with itself printed a line for each of its matrices."""
+    llama(folder / "model")
+    status, out, _ = geocont("analyze", "model", "--against=model", "--light", "--out=out")
+    assert status == 1  # no row has a value
+    notes = [line for line in out.splitlines() if line.startswith("note: ")]
+    assert notes == ["note: 21 of 21 matrices are zero and have no rows: q k v o gate up down of layers 0 to 2"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file is empty"),
+        (b"abc\xff", "not a safetensors file: it has 4 bytes"),
+        (b"<!DOCTYPE html><html>Not found</html>", "it begins with the text '<!DOCTYPE html>"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
+        (b"\xf0" * 100, "not a whole safetensors file, or none at all: its header should be"),
+        (b"\x02" + b"\0" * 7 + b"{}", "there is no tensor in it"),
+    ],
+)
+def test_a_file_that_is_something_else_is_told_what(
+    content: bytes, message: str, geocont: Geocont, folder: Path
+) -> None:
+    """An empty file, a web page or a pointer was said to have a header of trillions of bytes."""
+    (folder / "model.safetensors").write_bytes(content)
+    status, _, err = geocont("analyze", "model.safetensors")
+    assert status == 2
+    assert message in err
+    assert "model.safetensors: " in err
+    assert err.count("\n") == 1

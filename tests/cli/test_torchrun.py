@@ -72,3 +72,11 @@ def test_two_nodes_train_and_resume_as_two_processes_do(tmp_path: Path) -> None:
     assert len(list((tmp_path / "nodes/wandb").glob("offline-run-*"))) == 1
     on_two_nodes(f"--resume={tmp_path / 'nodes'}", "--trainer.max_steps=5")
     assert read_metrics(tmp_path / "nodes")[-1]["step"] == 5
+
+
+@pytest.mark.parametrize("options", [[], ["--config=conf/experiment/mlp/res_relu.yaml"], ["--run.dir"]])
+def test_the_launcher_says_in_one_line_what_it_needs(options: list[str]) -> None:
+    """The reason was lost in the fifty lines that torchrun writes of processes that ended."""
+    done = subprocess.run(["bash", ROOT / "bin/torchrun.sh", *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "bin/torchrun.sh needs --run.dir=DIR, a new one that all nodes see, or --resume=DIR\n"
