@@ -5,6 +5,10 @@ names, and they log to whatever logger the trainer has. On the ``geocont`` comma
 its class, ``--callbacks.weight_continuity.every_n_steps=50``.
 """
 
+import re
+
+from lightning.pytorch import Callback
+
 from callbacks.gradient_coherence import GradientCoherence
 from callbacks.last_checkpoint import LastCheckpoint
 from callbacks.optimizer_monitor import OptimizerMonitor
@@ -28,3 +32,8 @@ __all__ = [
     "StepMonitor",
     "WeightContinuity",
 ]
+
+
+def switch_of(callback: type[Callback]) -> str:
+    """Returns the name of a callback's switch: ``weight_continuity`` of ``WeightContinuity``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", callback.__name__).lower()

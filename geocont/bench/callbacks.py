@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import os
-import re
 import resource
 import statistics
 import tempfile
@@ -30,6 +29,7 @@ from callbacks import (
     SpectralDynamics,
     StabilityGuard,
     WeightContinuity,
+    switch_of,
 )
 from geocont.bench.timing import median_ratio
 from geocont.data import Digits, Text
@@ -133,11 +133,11 @@ class Stopwatch(pl.Callback):
         super().__init__()
         self.path, self.started = path, 0.0
         self.saturation = [callback for callback in callbacks if isinstance(callback, SoftmaxSaturation)]
-        parts = [*map(_switch, callbacks), *([LOGGING] if loggers else [])]
+        parts = [*(switch_of(type(callback)) for callback in callbacks), *([LOGGING] if loggers else [])]
         self.within: dict[str, float] = dict.fromkeys(parts, 0.0)
         self._inner = [0.0]  # for each part that is under way, the seconds of the parts within
         for callback in callbacks:
-            self._watch(_switch(callback), callback, self.HOOKS)
+            self._watch(switch_of(type(callback)), callback, self.HOOKS)
         for logger in loggers:
             self._watch(LOGGING, logger, self.LOGS)
 
@@ -160,7 +160,7 @@ class Stopwatch(pl.Callback):
         """Adds what attention was watched for within the forward pass, which has just ended."""
         for callback in self.saturation:
             if self.started and callback._watched_step == trainer.global_step:
-                self.within[_switch(callback)] += callback._watch.seconds
+                self.within[switch_of(type(callback))] += callback._watch.seconds
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Starts at the second step: the first one allocates."""
@@ -173,10 +173,6 @@ class Stopwatch(pl.Callback):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         if trainer.is_global_zero:
             self.path.write_text(json.dumps({"seconds": seconds, "within": self.within, "peak": peak}))
-
-
-def _switch(callback: pl.Callback) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(callback).__name__).lower()
 
 
 def measure_callbacks(model: str, ranks: Sequence[int], steps: int | None, repeats: int) -> list[dict[str, Any]]:

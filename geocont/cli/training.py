@@ -73,7 +73,7 @@ def run(command: str, arguments: Sequence[str]) -> int:
 
 def callback_switches() -> dict[str, type[Callback]]:
     """Returns switch -> class for every callback that geocont ships: ``weight_continuity`` -> ``WeightContinuity``."""
-    return {re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower(): getattr(callbacks, name) for name in callbacks.__all__}
+    return {callbacks.switch_of(found): found for found in (getattr(callbacks, name) for name in callbacks.__all__)}
 
 
 class GeoContCLI(LightningCLI):

@@ -86,8 +86,9 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("measuring: milliseconds, and values left out", "measure/.*"),
     ),
 }
+#: Table of the first section.
+PAIRS = "weight/pairs"
 #: Images of the first section: the heat map of every projection that geocont knows.
-PAIRS = "weight/pairs"  # a table
 HEAT_MAPS = tuple(f"weight/heat_map/{projection}" for projection in ROLES)
 
 
